@@ -1,0 +1,98 @@
+"""The seam between the library and what runs its kernels: CuPy on a GPU, or an emulator in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from .params import KernelArgs
+from .plan import Plan
+from .variant import Variant
+
+__all__ = ["Device", "DeviceInfo", "Kernel", "active_device", "use_device"]
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceInfo:
+    """What planning may know of a device.
+
+    Attributes
+    ----------
+    name : str
+    ordinal : int
+        CUDA device number.
+    capability : tuple of int
+        Compute capability, such as ``(9, 0)``.
+    num_sms : int
+    smem_optin : int
+        Largest dynamic shared memory a block can ask for, bytes.
+    l2_bytes : int
+    """
+
+    name: str
+    ordinal: int
+    capability: tuple[int, int]
+    num_sms: int
+    smem_optin: int
+    l2_bytes: int = 0
+
+
+Kernel = Any
+"""A loaded kernel; only the device that loaded it knows its type."""
+
+
+class Device(Protocol):
+    """Where kernels run. Thread-safe."""
+
+    @property
+    def info(self) -> DeviceInfo: ...
+
+    def compile(self, variant: Variant) -> Kernel:
+        """A kernel ready to launch, compiled from ``kernel_source(variant)`` or read from a cache."""
+
+    def launch(self, kernel: Kernel, plan: Plan, args: KernelArgs, stream: int | None) -> None:
+        """Queue one launch. ``stream`` is a raw handle; None is the current stream."""
+
+    def encode_tensor_map(
+        self,
+        array: Any,
+        element_type: int,
+        pointer: int,
+        shape: tuple[int, ...],
+        strides_bytes: tuple[int, ...],
+        box: tuple[int, ...],
+        swizzle: int,
+        l2_promotion: int,
+        oob_fill: int,
+    ) -> Any:
+        """A 128-byte tensor map as a packed array (``cuTensorMapEncodeTiled``'s own enum values)."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, stream: int | None) -> Any:
+        """An uninitialised array on the device."""
+
+    def pointer(self, array: Any) -> int:
+        """The address of an array's first element."""
+
+    def is_capturing(self, stream: int | None) -> bool:
+        """Whether the stream is being captured into a graph."""
+
+
+_active: ContextVar[Device | None] = ContextVar("cupyflash_device", default=None)
+
+
+def active_device() -> Device | None:
+    """The device that ``use_device`` set in this context, else None (the arrays decide)."""
+    return _active.get()
+
+
+@contextmanager
+def use_device(device: Device) -> Iterator[Device]:
+    """Run every kernel of the block on ``device``, whatever kind of arrays are passed."""
+    token = _active.set(device)
+    try:
+        yield device
+    finally:
+        _active.reset(token)

@@ -1,0 +1,57 @@
+"""Every ``CUPYFLASH_*`` environment variable. No other file reads the environment."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+__all__ = [
+    "cache_dir",
+    "check",
+    "debug",
+    "default_cache_dir",
+    "fa_version",
+    "lineinfo",
+    "no_compile",
+]
+
+
+def _flag(name: str) -> bool:
+    return os.environ.get(name, "").lower() not in ("", "0", "false", "no", "off")
+
+
+def debug() -> bool:
+    """``CUPYFLASH_DEBUG=1``: print each variant and plan the first time it is used."""
+    return _flag("CUPYFLASH_DEBUG")
+
+
+def check() -> bool:
+    """``CUPYFLASH_CHECK=1``: validate lengths, tables and slots by reading them (synchronises)."""
+    return _flag("CUPYFLASH_CHECK")
+
+
+def no_compile() -> bool:
+    """``CUPYFLASH_NO_COMPILE=1``: raise instead of compiling; shows that a run is warm."""
+    return _flag("CUPYFLASH_NO_COMPILE")
+
+
+def lineinfo() -> bool:
+    """``CUPYFLASH_LINEINFO=1``: compile with source lines, for profilers and sanitizers."""
+    return _flag("CUPYFLASH_LINEINFO")
+
+
+def fa_version() -> str | None:
+    """``CUPYFLASH_FA_VERSION=2|3``: the version to use where the call does not name one."""
+    return os.environ.get("CUPYFLASH_FA_VERSION") or None
+
+
+def cache_dir() -> Path | None:
+    """``CUPYFLASH_CACHE_DIR``: where compiled kernels are kept; None when it is not set."""
+    value = os.environ.get("CUPYFLASH_CACHE_DIR")
+    return Path(value).expanduser() if value else None
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``) with ``cupyflash`` in it."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "cupyflash"

@@ -1,0 +1,56 @@
+"""Kernel parameters: one packed struct by value, laid out as the C++ compiler lays it out."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+__all__ = ["KernelArgs", "ParamsLayout"]
+
+_CODES = {"ptr": "Q", "i64": "q", "u64": "Q", "i32": "i", "u32": "I", "f32": "f"}
+
+
+class ParamsLayout:
+    """The fields of one params struct, in the order of ``core/params.cuh``.
+
+    Fields are named ``(name, kind)`` with kind ``ptr i64 u64 i32 u32 f32``; those of 8 bytes come
+    first, so that C++ and Python agree without padding inside. The size is padded to 8 bytes.
+    """
+
+    def __init__(self, *fields: tuple[str, str]) -> None:
+        sizes = [struct.calcsize(_CODES[kind]) for _, kind in fields]
+        if sizes != sorted(sizes, reverse=True):
+            raise AssertionError("8-byte fields come before 4-byte fields")
+        self.names = tuple(name for name, _ in fields)
+        pad = -sum(sizes) % 8
+        self._struct = struct.Struct("=" + "".join(_CODES[kind] for _, kind in fields) + "x" * pad)
+        self.nbytes = self._struct.size
+        self._dtype = np.dtype([("bytes", np.void, self.nbytes)])
+
+    def pack(self, *values: Any) -> np.ndarray[Any, Any]:
+        """A 0-d structured array that CuPy passes by value; one value a field, in order."""
+        return np.frombuffer(self._struct.pack(*values), self._dtype).reshape(())
+
+    def unpack(self, packed: np.ndarray[Any, Any]) -> dict[str, Any]:
+        """The fields of a packed struct by name (for tests and error reports)."""
+        return dict(zip(self.names, self._struct.unpack(packed.tobytes()), strict=True))
+
+
+@dataclass(slots=True)
+class KernelArgs:
+    """What a launch passes, and what it must keep alive.
+
+    Attributes
+    ----------
+    values : tuple of ndarray
+        Structs passed by value: the params, then any 128-byte tensor maps.
+    arrays : tuple
+        Every device array that a pointer in ``values`` refers to. They stay alive until the launch
+        is queued, and they are the only memory the kernel may touch.
+    """
+
+    values: tuple[np.ndarray[Any, Any], ...]
+    arrays: tuple[Any, ...] = field(default=())

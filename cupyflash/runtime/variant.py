@@ -1,0 +1,29 @@
+"""What is compiled: one kernel source, one symbol, one architecture, a closed set of macros."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Variant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One compiled kernel. Equal variants are the same binary, so the hash is a cache key.
+
+    Attributes
+    ----------
+    source : str
+        File in ``kernels_cu/``, with its ending: ``"merge_attn_states.cu"``.
+    symbol : str
+        The one ``extern "C"`` name in it, passed as ``-DKERNEL_NAME``; readable in a profile.
+    arch : str
+        ``"sm_80"``, ``"sm_90a"``, ...
+    defines : tuple of (str, int)
+        Sorted macros for core/variant.cuh; ``PARAMS_NBYTES`` (size of the params struct) among them.
+    """
+
+    source: str
+    symbol: str
+    arch: str
+    defines: tuple[tuple[str, int], ...]

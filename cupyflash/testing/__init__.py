@@ -1,0 +1,1 @@
+"""The float64 oracle, the low-precision baseline and hypothesis strategies for property tests."""
