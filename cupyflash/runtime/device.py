@@ -1,4 +1,4 @@
-"""The seam between the library and what runs its kernels: CuPy on a GPU, or an emulator in tests."""
+"""The seam between the library and what runs its kernels: CuPy, or an emulator in tests."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Device(Protocol):
     def info(self) -> DeviceInfo: ...
 
     def compile(self, variant: Variant) -> Kernel:
-        """A kernel ready to launch, compiled from ``kernel_source(variant)`` or read from a cache."""
+        """A kernel ready to launch: compiled from ``kernel_source(variant)``, or cached."""
 
     def launch(self, kernel: Kernel, plan: Plan, args: KernelArgs, stream: int | None) -> None:
         """Queue one launch. ``stream`` is a raw handle; None is the current stream."""
@@ -68,7 +68,7 @@ class Device(Protocol):
         l2_promotion: int,
         oob_fill: int,
     ) -> Any:
-        """A 128-byte tensor map as a packed array (``cuTensorMapEncodeTiled``'s own enum values)."""
+        """A packed 128-byte tensor map; enums are those of ``cuTensorMapEncodeTiled``."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any, stream: int | None) -> Any:
         """An uninitialised array on the device."""

@@ -20,7 +20,7 @@ class Variant:
     arch : str
         ``"sm_80"``, ``"sm_90a"``, ...
     defines : tuple of (str, int)
-        Sorted macros for core/variant.cuh; ``PARAMS_NBYTES`` (size of the params struct) among them.
+        Sorted macros for core/variant.cuh, ``PARAMS_NBYTES`` (size of the params struct) included.
     """
 
     source: str
