@@ -1,0 +1,8 @@
+"""The benchmark: cases, floors and roofs, timing, and peers where they are installed."""
+
+from .cases import BenchCase, bench_cases
+from .record import header, table
+from .roofs import H200, Roofs
+from .run import run_bench
+
+__all__ = ["H200", "BenchCase", "Roofs", "bench_cases", "header", "run_bench", "table"]

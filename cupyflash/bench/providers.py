@@ -1,0 +1,71 @@
+"""How the benchmark calls cupyflash."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .inputs import BenchInputs
+
+__all__ = ["NoKernelError", "cupyflash"]
+
+
+class NoKernelError(Exception):
+    """A provider has no kernel for a case."""
+
+
+def cupyflash(inputs: BenchInputs) -> Callable[[], Any]:
+    """A callable that runs the case once on the current stream."""
+    import cupyflash as cf
+
+    case = inputs.case
+    if case.kind == "merge":
+        (a, b), (lse_a, lse_b) = inputs.states, inputs.lses
+        return lambda: cf.merge_attn_states(inputs.out, a, lse_a, b, lse_b, inputs.lse_out)
+    if case.kind == "write":
+        return lambda: cf.reshape_and_cache_flash(
+            inputs.key, inputs.value, inputs.k, inputs.v, inputs.slot_mapping, "auto", 1.0, 1.0
+        )
+    if case.kind == "mla":
+        raise NoKernelError("multi-head latent attention is not built yet")
+    return _attention(inputs, cf)
+
+
+def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
+    import cupy as cp
+
+    case = inputs.case
+    options: dict[str, Any] = {
+        "softmax_scale": inputs.softmax_scale,
+        "causal": case.causal,
+        "window_size": case.window,
+        "softcap": case.softcap,
+        "out": inputs.out,
+    }
+    if case.page_size:
+        options |= {"block_table": inputs.block_table, "seqused_k": inputs.seqused_k}
+    else:
+        options["cu_seqlens_k"] = inputs.cu_seqlens_k
+    q_type = "bfloat16"
+    if case.q_type == "e4m3":
+        one = cp.ones((inputs.batch, case.num_heads_kv), cp.float32)
+        options |= {"q_descale": one, "k_descale": one, "v_descale": one}
+        q_type = "float8_e4m3"
+    options["scheduler_metadata"] = cf.get_scheduler_metadata(
+        inputs.batch,
+        inputs.max_seqlen_q,
+        inputs.max_seqlen_k,
+        case.num_heads_q,
+        case.num_heads_kv,
+        case.head_dim,
+        inputs.seqused_k,
+        q_type,
+        headdim_v=case.head_dim_v,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        page_size=case.page_size,
+        causal=case.causal,
+        window_size=case.window,
+        has_softcap=case.softcap > 0,
+    )
+    lengths = (inputs.max_seqlen_q, inputs.cu_seqlens_q, inputs.max_seqlen_k)
+    return lambda: cf.flash_attn_varlen_func(inputs.q, inputs.k, inputs.v, *lengths, **options)

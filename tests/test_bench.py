@@ -1,0 +1,59 @@
+"""The benchmark's case list: floors against figures worked by hand, and shared pages."""
+
+import numpy as np
+import pytest
+
+from cupyflash.bench import H200, bench_cases
+from cupyflash.bench.inputs import _block_table
+
+FLOORS_US = {
+    "prefill/d64/full/s512": 88.1,
+    "prefill/d128/causal/s16384": 1409.7,
+    "prefill-fp8/d256/causal/s2048": 98.4,
+    "window-prefill/w1024/s16384": 341.4,
+    "ragged-prefill/32req": 511.4,
+    "decode/gqa32-8/b64/s8192": 473.2,
+    "decode/fp8kv/gqa32-8/b64/s8192": 236.7,
+    "decode/ragged/b128": 937.2,
+    "decode/spec4/b64/s4096": 237.4,
+    "mixed/64dec+2pre": 179.9,
+    "shared-prefix/b64/p8192+s256": 22.4,
+    "shared-prefix/b256/p4096+s512": 122.9,
+    "mla/h128/b64/s4096": 93.6,
+}
+
+
+def _case(name):
+    (found,) = [case for case in bench_cases(name) if case.name == name]
+    return found
+
+
+@pytest.mark.parametrize(("name", "microseconds"), FLOORS_US.items())
+def test_floor(name, microseconds):
+    assert round(H200.floor_seconds(_case(name)) * 1e6, 1) == microseconds
+
+
+def test_names_are_unique():
+    names = [case.name for case in bench_cases()]
+    assert len(names) == len(set(names)) == 73
+
+
+def test_filter_takes_parts():
+    assert {c.name.split("/")[0] for c in bench_cases("merge,write")} == {"merge", "write"}
+
+
+@pytest.mark.parametrize("case", bench_cases("shared-prefix"), ids=lambda c: c.name)
+def test_shared_pages_are_shared_and_no_others(case):
+    table, used = _block_table(case, case.page_size, np.random.default_rng(0))
+    columns = -(-np.asarray(case.k_lens) // case.page_size)
+    pages = np.concatenate([row[:n] for row, n in zip(table, columns, strict=True)])
+    assert set(pages) == set(range(used))
+    assert used * case.page_size == case.distinct_k
+    tokens, sharers = case.prefix_levels[0]
+    first = table[:, : tokens // case.page_size].reshape(-1, sharers, tokens // case.page_size)
+    assert (first == first[:, :1]).all()
+
+
+def test_three_levels_count_each_group_once():
+    case = _case("shared-prefix/b128/p2048+p1024+s256")
+    assert case.distinct_k == 2048 + 8 * 1024 + 128 * 256
