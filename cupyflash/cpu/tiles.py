@@ -1,0 +1,132 @@
+"""Which query rows are computed together, and which keys they see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cupyflash.runtime.problem import AttentionProblem
+
+from .convert import Array
+
+__all__ = ["KEY_BLOCK", "Tiles", "group_tiles", "make_tiles", "read_lengths"]
+
+KEY_BLOCK = 512
+"""Keys of one step. Smaller steps lose time to Python, larger ones fall out of the L2 cache."""
+
+_SCORES_PER_STEP = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Runs of consecutive query rows of one request each; int64 arrays [n].
+
+    ``position`` is the absolute position of the first row in its sequence: ``Sk - Sq + i``, so it
+    is negative where a row comes before the first key. A tile reads the keys ``kv_begin`` up to
+    ``kv_end`` of its sequence: all that its rows can see.
+    """
+
+    rows: int
+    first_row: Array
+    request: Array
+    position: Array
+    kv_begin: Array
+    kv_end: Array
+
+    def __len__(self) -> int:
+        return len(self.request)
+
+    def longest_first(self) -> Tiles:
+        return self[np.argsort(self.kv_begin - self.kv_end, kind="stable")]
+
+    def __getitem__(self, part: slice | Array) -> Tiles:
+        return Tiles(
+            self.rows,
+            self.first_row[part],
+            self.request[part],
+            self.position[part],
+            self.kv_begin[part],
+            self.kv_end[part],
+        )
+
+
+def read_lengths(
+    problem: AttentionProblem,
+    cu_seqlens_q: Array,
+    cu_seqlens_k: Array | None,
+    seqused_k: Array | None,
+    total_k: int,
+) -> tuple[Array, Array, Array]:
+    """The starts of the queries [batch + 1], the starts of packed keys and the key counts [batch].
+
+    Raises
+    ------
+    ValueError
+        Lengths that are negative or point outside of the arrays.
+    """
+    starts_q = cu_seqlens_q.astype(np.int64)
+    _check_starts("cu_seqlens_q", starts_q, problem.total_q, "q")
+    if problem.page_size is None:
+        assert cu_seqlens_k is not None
+        starts_k = cu_seqlens_k.astype(np.int64)
+        _check_starts("cu_seqlens_k", starts_k, total_k, "k")
+        room = np.diff(starts_k)
+    else:
+        starts_k = np.zeros(problem.batch + 1, np.int64)
+        room = np.full(problem.batch, problem.max_blocks * problem.page_size, np.int64)
+    lengths = room if seqused_k is None else seqused_k.astype(np.int64)
+    bad = (lengths < 0) | (lengths > room)
+    if bad.any():
+        request = int(bad.argmax())
+        raise ValueError(
+            f"seqused_k[{request}]={lengths[request]} must lie in 0..{room[request]}, the keys "
+            f"that request {request} has {'room for in block_table' if problem.page_size else ''}"
+        )
+    return starts_q, starts_k, lengths
+
+
+def _check_starts(name: str, starts: Array, total: int, operand: str) -> None:
+    if len(starts) and (starts[0] < 0 or (np.diff(starts) < 0).any() or starts[-1] > total):
+        raise ValueError(
+            f"{name}={starts.tolist()[:16]} must not be negative, must not fall, and must end "
+            f"at most at {total}, the rows of {operand}"
+        )
+
+
+def make_tiles(problem: AttentionProblem, starts_q: Array, k_lengths: Array) -> list[Tiles]:
+    """Cut every request's rows into tiles; one entry per tile height, longest key range first.
+
+    The height depends on the head count alone, never on the batch, so a request's bits do not
+    depend on its neighbours.
+    """
+    per_row = problem.num_heads_q * KEY_BLOCK
+    height = max(16, min(256, _SCORES_PER_STEP // per_row))
+    q_lengths = np.diff(starts_q)
+    counts = -(-q_lengths // height)
+    request = np.repeat(np.arange(problem.batch), counts)
+    index = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = index * height
+    rows = np.minimum(height, q_lengths[request] - first)
+    position = k_lengths[request] - q_lengths[request] + first
+    begin, end = np.zeros_like(position), k_lengths[request]
+    if problem.window_left >= 0:
+        begin = np.clip(position - problem.window_left, 0, end)
+    if problem.window_right >= 0:
+        end = np.minimum(end, position + rows + problem.window_right)
+    end = np.maximum(begin, end)
+    columns = (starts_q[request] + first, request, position, begin, end)
+    return [
+        Tiles(int(same), *(column[rows == same] for column in columns)).longest_first()
+        for same in np.unique(rows)
+    ]
+
+
+def group_tiles(problem: AttentionProblem, tiles: Tiles) -> Iterator[Tiles]:
+    """Tiles of one height in stacks whose step stays within the memory of ``_SCORES_PER_STEP``."""
+    width = problem.head_dim + problem.head_dim_v
+    per_tile = KEY_BLOCK * max(problem.num_heads_q * tiles.rows, problem.num_heads_kv * width)
+    stack = max(1, _SCORES_PER_STEP // per_tile)
+    for start in range(0, len(tiles), stack):
+        yield tiles[start : start + stack]
