@@ -10,7 +10,7 @@ from cupyflash.runtime.problem import AttentionProblem
 
 from .convert import Array, per_head, widen
 from .keys import KeyValue
-from .tiles import KEY_BLOCK, Tiles, group_tiles, make_tiles, read_lengths
+from .tiles import Tiles, group_tiles, make_tiles, read_lengths
 
 __all__ = ["attention"]
 
@@ -127,9 +127,9 @@ def _attend(
     top = np.full(q.shape[:3], -np.inf, np.float32)
     total = np.zeros(q.shape[:3], np.float32)
     acc = np.zeros((*q.shape[:3], problem.head_dim_v), np.float32)
-    for step in range(0, int((tiles.kv_end - tiles.kv_begin)[0]), KEY_BLOCK):
+    for step in range(0, int((tiles.kv_end - tiles.kv_begin)[0]), tiles.key_block):
         left = tiles.kv_end - tiles.kv_begin - step
-        widths = _widths(left)
+        widths = _widths(left, tiles.key_block)
         for width in np.unique(widths[left > 0]):
             same = np.flatnonzero((widths == width) & (left > 0))
             part = slice(int(same[0]), int(same[-1]) + 1)
@@ -142,13 +142,13 @@ def _attend(
     _finish(problem, tiles, rows, (top, total, acc), out, lse)
 
 
-def _widths(left: Array) -> Array:
+def _widths(left: Array, key_block: int) -> Array:
     """Keys of this step, rounded up to a power of two.
 
     A tile's width follows from its own length alone, so it meets the same matrix shapes, and gets
     the same bits, alone and among others.
     """
-    clipped = np.clip(left, _NARROWEST, KEY_BLOCK)
+    clipped = np.clip(left, _NARROWEST, key_block)
     widths: Array = np.left_shift(1, np.ceil(np.log2(clipped)).astype(np.int64))
     return widths
 

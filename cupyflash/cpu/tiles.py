@@ -11,12 +11,13 @@ from cupyflash.runtime.problem import AttentionProblem
 
 from .convert import Array
 
-__all__ = ["KEY_BLOCK", "Tiles", "group_tiles", "make_tiles", "read_lengths"]
+__all__ = ["Tiles", "group_tiles", "make_tiles", "read_lengths"]
 
-KEY_BLOCK = 512
-"""Keys of one step. Smaller steps lose time to Python, larger ones fall out of the L2 cache."""
-
+# Measured on two cores: smaller steps lose time to Python, larger ones fall out of the cache.
 _SCORES_PER_STEP = 1 << 20
+_KEY_BLOCK = 512
+_KEY_BLOCK_SHORT = 256
+_SHORT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,11 @@ class Tiles:
 
     def __len__(self) -> int:
         return len(self.request)
+
+    @property
+    def key_block(self) -> int:
+        """Keys of one step; few rows leave the converted keys as the larger part of the data."""
+        return _KEY_BLOCK_SHORT if self.rows <= _SHORT else _KEY_BLOCK
 
     def longest_first(self) -> Tiles:
         return self[np.argsort(self.kv_begin - self.kv_end, kind="stable")]
@@ -101,8 +107,8 @@ def make_tiles(problem: AttentionProblem, starts_q: Array, k_lengths: Array) -> 
     The height depends on the head count alone, never on the batch, so a request's bits do not
     depend on its neighbours.
     """
-    per_row = problem.num_heads_q * KEY_BLOCK
-    height = max(16, min(256, _SCORES_PER_STEP // per_row))
+    height = _SCORES_PER_STEP // (problem.num_heads_q * _KEY_BLOCK) // _SHORT * _SHORT
+    height = max(_SHORT, min(256, height))
     q_lengths = np.diff(starts_q)
     counts = -(-q_lengths // height)
     request = np.repeat(np.arange(problem.batch), counts)
@@ -126,7 +132,7 @@ def make_tiles(problem: AttentionProblem, starts_q: Array, k_lengths: Array) -> 
 def group_tiles(problem: AttentionProblem, tiles: Tiles) -> Iterator[Tiles]:
     """Tiles of one height in stacks whose step stays within the memory of ``_SCORES_PER_STEP``."""
     width = problem.head_dim + problem.head_dim_v
-    per_tile = KEY_BLOCK * max(problem.num_heads_q * tiles.rows, problem.num_heads_kv * width)
+    per_tile = tiles.key_block * max(problem.num_heads_q * tiles.rows, problem.num_heads_kv * width)
     stack = max(1, _SCORES_PER_STEP // per_tile)
     for start in range(0, len(tiles), stack):
         yield tiles[start : start + stack]
