@@ -1,0 +1,90 @@
+"""The compiled machine: built by g++ into a cache folder on first use."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+__all__ = ["Opcode", "library", "opcodes"]
+
+SOURCES = Path(__file__).resolve().parent / "vm"
+FLAGS = ["-std=c++17", "-O2", "-march=native", "-fPIC", "-Wall", "-Wextra"]
+FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math"]
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "".join(line for line in lines[:40] if line.startswith(("model name", "flags")))
+    except OSError:
+        return os.uname().machine
+
+
+def cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or tempfile.gettempdir()
+    folder = Path(base) / f"cupyflash-emulator-{os.getuid()}"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def _build(target: Path) -> None:
+    """Compiles the sources, two at a time; processes that race all end with a whole file."""
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+
+        def compile_one(source: Path) -> str:
+            out = f"{scratch}/{source.stem}.o"
+            run = subprocess.run(
+                ["g++", *FLAGS, "-c", str(source), "-o", out], capture_output=True, text=True
+            )
+            if run.returncode:
+                raise RuntimeError(f"g++ failed on {source.name}:\n{run.stderr[:4000]}")
+            return out
+
+        sources = sorted(SOURCES.glob("*.cpp"), key=lambda p: -p.stat().st_size)
+        with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
+            objects = list(pool.map(compile_one, sources))
+        partial = f"{scratch}/emulator.so"
+        subprocess.run(["g++", "-shared", "-o", partial, *objects], check=True)
+        os.replace(partial, target)
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The shared library, compiled if this source has not been compiled for this CPU before."""
+    key = hashlib.sha256((" ".join(FLAGS) + _cpu()).encode())
+    for path in sorted(SOURCES.iterdir()):
+        key.update(path.name.encode() + path.read_bytes())
+    target = cache_folder() / f"vm-{key.hexdigest()[:20]}.so"
+    if not target.exists():
+        _build(target)
+    lib = ctypes.CDLL(str(target))
+    lib.emu_table.restype = ctypes.c_int64
+    lib.emu_table.argtypes = [ctypes.c_char_p, ctypes.c_int64]
+    lib.emu_load.restype = ctypes.c_void_p
+    lib.emu_load.argtypes = [ctypes.c_void_p]
+    lib.emu_free.argtypes = [ctypes.c_void_p]
+    lib.emu_launch.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64]
+    return lib
+
+
+class Opcode(tuple):
+    """(number, operand letters, allowed modifier bits)"""
+
+
+@functools.cache
+def opcodes() -> dict[str, list[Opcode]]:
+    """The machine's table by name; one name may have several operand lists."""
+    lib = library()
+    text = ctypes.create_string_buffer(lib.emu_table(None, 0) + 1)
+    lib.emu_table(text, len(text))
+    table: dict[str, list[Opcode]] = {}
+    for number, line in enumerate(text.value.decode().splitlines()):
+        name, operands, modifiers, _ = line.split("\t")
+        table.setdefault(name, []).append(Opcode((number, operands, int(modifiers))))
+    return table

@@ -1,0 +1,85 @@
+// Vector clocks. Order between threads comes only from barriers, mbarriers, fences and waits.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <map>
+#include <memory>
+
+namespace emu {
+
+constexpr int kMaxWarps = 32;
+constexpr int kMaxMbarriers = 96;  // of one CTA
+
+// Lane of an access record, beside 0..31.
+constexpr int kManyLanes = 32;  // several lanes, each for itself
+constexpr int kAnyLane = 33;    // the warp as one: every lane knows that it is done
+
+// What is known of one warp: accesses up to clock `all` of every lane, and up to `some` of the
+// lanes in `mask` (a release by a part of the warp).
+struct Entry {
+  uint32_t all = 0, some = 0, mask = 0;
+
+  void join(const Entry& o) {
+    all = std::max(all, o.all);
+    if (o.some > o.all && o.mask) {
+      some = std::max(some, o.some);
+      mask |= o.mask;
+    }
+    if (some <= all) some = mask = 0;
+  }
+
+  bool covers(int lane, uint32_t clock) const {
+    if (clock <= all) return true;
+    if (clock > some) return false;
+    return lane == kAnyLane ? mask != 0 : lane == kManyLanes ? mask == ~0u : mask >> lane & 1;
+  }
+};
+
+struct Clock {
+  Entry warp[kMaxWarps];
+  uint32_t mbar[kMaxMbarriers] = {};  // phases of an mbarrier whose copies are known to have landed
+
+  void join(const Clock& o, int warps, int mbars) {
+    for (int i = 0; i < warps; i++) warp[i].join(o.warp[i]);
+    for (int i = 0; i < mbars; i++) mbar[i] = std::max(mbar[i], o.mbar[i]);
+  }
+};
+
+// Warps of other CTAs: (linear CTA * kMaxWarps + warp) -> what is known, and what of it went through
+// a proxy fence. Empty for kernels whose CTAs do not talk.
+struct Foreign {
+  std::map<uint64_t, std::pair<Entry, Entry>> known;
+
+  void join(const Foreign& o) {
+    for (const auto& [who, e] : o.known) {
+      auto& mine = known[who];
+      mine.first.join(e.first);
+      mine.second.join(e.second);
+    }
+  }
+};
+
+// A point in the causality order: what happened before it, and what the async proxy sees of that.
+struct Order {
+  Clock seen, proxied;
+  std::shared_ptr<const Foreign> foreign;
+
+  void join_foreign(const std::shared_ptr<const Foreign>& o) {
+    if (!o || o == foreign) return;
+    if (!foreign) {
+      foreign = o;
+      return;
+    }
+    auto merged = std::make_shared<Foreign>(*foreign);
+    merged->join(*o);
+    foreign = merged;
+  }
+
+  void join(const Order& o, int warps, int mbars) {
+    seen.join(o.seen, warps, mbars);
+    proxied.join(o.proxied, warps, mbars);
+    join_foreign(o.foreign);
+  }
+};
+
+}  // namespace emu

@@ -1,0 +1,130 @@
+// ldmatrix, stmatrix, movmatrix, mma.sync.
+#include "alu.h"
+#include "half.h"
+#include "matmul.h"
+
+namespace emu {
+
+// args: number of matrices, transposed, space, address (3), registers...
+static void rows_of(Warp& w, const Insn& in, bool write, const char* what, uint32_t* addr) {
+  const int n = in.arg[0];
+  for (int l = 0; l < n * 8; l++) {
+    const uint64_t base = in.arg[3] < 0 ? 0 : in.arg[4] ? w.d(in.arg[3])[l] : w.r(in.arg[3])[l];
+    const Target t = resolve(w, Space(in.arg[2]), base + int64_t(in.arg[5]), 16, l, write, what);
+    if (t.space != kShared) fail("%s: not shared memory", what);
+    addr[l] = uint32_t(t.addr);
+    if (write) note_write(w, t, 16, kManyLanes, 0);
+    else note_read(w, t, 16, kManyLanes, 0);
+  }
+  for (int q = 0; q < n; q++) count_conflicts(w, addr, 0xffu << (8 * q), 16);
+}
+
+static Step ldmatrix(Warp& w, const Insn& in, uint32_t) {
+  uint32_t addr[32];
+  rows_of(w, in, false, "ldmatrix", addr);
+  const uint8_t* const smem = w.cta->smem.data();
+  uint32_t out[4][32];
+  for (int q = 0; q < in.arg[0]; q++) {
+    if (!in.arg[1]) {
+      for (int i = 0; i < 8; i++) memcpy(out[q] + i * 4, smem + addr[q * 8 + i], 16);
+    } else {
+      for (int l = 0; l < 32; l++) {
+        uint16_t lo, hi;
+        memcpy(&lo, smem + addr[q * 8 + l % 4 * 2] + l / 4 * 2, 2);
+        memcpy(&hi, smem + addr[q * 8 + l % 4 * 2 + 1] + l / 4 * 2, 2);
+        out[q][l] = lo | uint32_t(hi) << 16;
+      }
+    }
+  }
+  for (int q = 0; q < in.arg[0]; q++) memcpy(w.r(in.arg[6 + q]), out[q], 128);
+  return Step::kNext;
+}
+
+static Step stmatrix(Warp& w, const Insn& in, uint32_t) {
+  uint32_t addr[32];
+  rows_of(w, in, true, "stmatrix", addr);
+  uint8_t* const smem = w.cta->smem.data();
+  for (int q = 0; q < in.arg[0]; q++) {
+    const uint32_t* r = w.r(in.arg[6 + q]);
+    if (!in.arg[1]) {
+      for (int i = 0; i < 8; i++) memcpy(smem + addr[q * 8 + i], r + i * 4, 16);
+    } else {
+      for (int l = 0; l < 32; l++) {
+        const uint16_t lo = uint16_t(r[l]), hi = uint16_t(r[l] >> 16);
+        memcpy(smem + addr[q * 8 + l % 4 * 2] + l / 4 * 2, &lo, 2);
+        memcpy(smem + addr[q * 8 + l % 4 * 2 + 1] + l / 4 * 2, &hi, 2);
+      }
+    }
+  }
+  return Step::kNext;
+}
+
+static Step movmatrix(Warp& w, const Insn& in, uint32_t) {
+  uint16_t x[8][8];
+  memcpy(x, w.r(in.arg[1]), sizeof x);
+  uint32_t* d = w.r(in.arg[0]);
+  for (int l = 0; l < 32; l++) d[l] = x[l % 4 * 2][l / 4] | uint32_t(x[l % 4 * 2 + 1][l / 4]) << 16;
+  return Step::kNext;
+}
+
+// mma.m16n8kK. args: D..., A..., B..., C... ; A and B registers hold `PER` elements.
+template <int K, class A, class B, bool HALF_ACC>
+static Step mma(Warp& w, const Insn& in, uint32_t) {
+  constexpr int PER = A::kPerRegister, NA = K / PER / 2, NB = K / PER / 4, ND = HALF_ACC ? 2 : 4;
+  constexpr int GROUP = 4 * PER;  // elements of k that one register column covers
+  alignas(32) float a[16][K], b[K][8], c[16][8];
+  const int32_t *da = in.arg + ND, *db = da + NA, *dc = db + NB;
+  for (int i = 0; i < NA; i++) {
+    const uint32_t* r = w.r(da[i]);
+    for (int l = 0; l < 32; l++) {
+      const int row = l / 4 + (i & 1) * 8, col = l % 4 * PER + (i >> 1) * GROUP;
+      for (int e = 0; e < PER; e++) a[row][col + e] = A::get(r[l], e);
+    }
+  }
+  for (int i = 0; i < NB; i++) {
+    const uint32_t* r = w.r(db[i]);
+    for (int l = 0; l < 32; l++)
+      for (int e = 0; e < PER; e++) b[l % 4 * PER + i * GROUP + e][l / 4] = B::get(r[l], e);
+  }
+  for (int l = 0; l < 32; l++) {
+    const int row = l / 4, col = l % 4 * 2;
+    for (int i = 0; i < 4; i++) {
+      float& v = c[row + (i >> 1) * 8][col + (i & 1)];
+      if constexpr (HALF_ACC) v = half_to_float(w.r(dc[i >> 1])[l] >> (16 * (i & 1)) & 0xffff);
+      else v = as_float(w.r(dc[i])[l]);
+    }
+  }
+  tile_mma<K, 8>(c, a, b);
+  for (int l = 0; l < 32; l++) {
+    const int row = l / 4, col = l % 4 * 2;
+    if constexpr (HALF_ACC) {
+      for (int h = 0; h < 2; h++)
+        w.r(in.arg[h])[l] = float_to_half(c[row + h * 8][col]) | float_to_half(c[row + h * 8][col + 1]) << 16;
+    } else {
+      for (int i = 0; i < 4; i++) w.r(in.arg[i])[l] = as_bits(c[row + (i >> 1) * 8][col + (i & 1)]);
+    }
+  }
+  return Step::kNext;
+}
+
+#define MMA(NAME, SIG, K, A, B, HALF_ACC) {"mma.sync.aligned." NAME, SIG, mma<K, A, B, HALF_ACC>, 0, kAligned}
+#define MMA_F32(K, SIG_A, SIG_B, S, A, B) \
+  MMA("m16n8k" #K ".row.col.f32." S ".f32", "RRRR" SIG_A SIG_B "rrrr", K, A, B, false)
+
+static const OpDef kOps[] = {
+    {"ldmatrix", "*", ldmatrix, 0, kAligned | kPreempt},
+    {"stmatrix", "*", stmatrix, 0, kAligned | kPreempt},
+    {"movmatrix.sync.aligned.m8n8.trans.b16", "Rr", movmatrix, 0, kAligned},
+    MMA_F32(16, "rrrr", "rr", "f16.f16", EF16, EF16), MMA_F32(16, "rrrr", "rr", "bf16.bf16", EBF16, EBF16),
+    MMA_F32(8, "rr", "r", "f16.f16", EF16, EF16), MMA_F32(8, "rr", "r", "bf16.bf16", EBF16, EBF16),
+    MMA_F32(32, "rrrr", "rr", "e4m3.e4m3", EE4M3, EE4M3), MMA_F32(32, "rrrr", "rr", "e4m3.e5m2", EE4M3, EE5M2),
+    MMA_F32(32, "rrrr", "rr", "e5m2.e4m3", EE5M2, EE4M3), MMA_F32(32, "rrrr", "rr", "e5m2.e5m2", EE5M2, EE5M2),
+    MMA_F32(16, "rr", "r", "e4m3.e4m3", EE4M3, EE4M3), MMA_F32(16, "rr", "r", "e5m2.e5m2", EE5M2, EE5M2),
+    MMA("m16n8k16.row.col.f16.f16.f16.f16", "RRrrrrrrrr", 16, EF16, EF16, true),
+    MMA("m16n8k8.row.col.f16.f16.f16.f16", "RRrrrrr", 8, EF16, EF16, true),
+    MMA("m16n8k32.row.col.f16.e4m3.e4m3.f16", "RRrrrrrrrr", 32, EE4M3, EE4M3, true),
+    MMA("m16n8k32.row.col.f16.e5m2.e5m2.f16", "RRrrrrrrrr", 32, EE5M2, EE5M2, true),
+};
+EMU_TABLE(matrix_ops, kOps)
+
+}  // namespace emu

@@ -1,0 +1,139 @@
+// What the race checker remembers of memory: last write and reads of every 16 bytes, of 4 or 1 where
+// accesses are smaller.
+#pragma once
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+namespace emu {
+
+constexpr uint8_t kMbarrierWriter = 64;  // + slot: written by copies that complete on that mbarrier
+
+struct Record {  // one access
+  uint32_t clock = 0;  // 0: none
+  int32_t pc = 0;
+  int64_t cta = 0;
+  uint8_t warp = 0, lane = 0;
+  bool strong = false, generic = false;  // of the generic proxy
+};
+
+struct SharedCell {
+  uint32_t clock = 0;  // last write; 0: never written
+  int32_t pc = 0;
+  int32_t child = -1;  // index of four smaller cells
+  uint16_t pending_reads = 0, pending_writes = 0;
+  uint8_t warp = 0, lane = 0;
+  bool strong = false, generic = false;
+};
+
+struct ReadMark {  // a warp's last read of a cell
+  uint32_t clock = 0;
+  int32_t pc : 25;
+  uint32_t lane : 6;
+  uint32_t strong : 1;
+};
+
+struct SharedShadow {
+  int warps = 0;
+  std::vector<SharedCell> cells;  // 16-byte cells, then groups of four smaller ones
+  std::vector<ReadMark> reads;    // [cell][warp]
+
+  void init(uint32_t bytes, int num_warps) {
+    warps = num_warps;
+    cells.resize(bytes / 16 + 1);
+    reads.resize(cells.size() * warps);
+  }
+
+  int split(int cell) {
+    if (cells[cell].child < 0) {
+      const int first = int(cells.size());
+      SharedCell copy = cells[cell];
+      cells.resize(first + 4, copy);
+      reads.resize(cells.size() * warps);
+      for (int i = 0; i < 4; i++)
+        for (int w = 0; w < warps; w++) reads[(first + i) * warps + w] = reads[cell * warps + w];
+      cells[cell].child = first;
+    }
+    return cells[cell].child;
+  }
+
+  // Calls f(cell) for the cells of a range, split as finely as it needs.
+  template <class F>
+  void visit(uint32_t addr, uint32_t bytes, F f) {
+    const uint32_t end = addr + bytes;
+    for (uint32_t a = addr & ~15u; a < end; a += 16) walk(int(a / 16), a, 16, addr, end, f);
+  }
+
+ private:
+  template <class F>
+  void walk(int cell, uint32_t at, uint32_t size, uint32_t begin, uint32_t end, F f) {
+    if (begin <= at && end >= at + size && cells[cell].child < 0) return f(cell);
+    const int first = split(cell);
+    const uint32_t sub = size / 4;
+    for (uint32_t i = 0; i < 4; i++) {
+      const uint32_t a = at + i * sub;
+      if (a < end && a + sub > begin) walk(first + int(i), a, sub, begin, end, f);
+    }
+  }
+};
+
+struct GlobalCell {
+  Record write, read[2];
+  uint16_t pending_writes = 0;
+  int32_t child = -1;
+};
+
+struct GlobalShadow {
+  struct Page {
+    GlobalCell cells[256];
+  };
+  std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
+  std::vector<GlobalCell> pool;
+  uint64_t last = ~0ull;
+  Page* page = nullptr;
+
+  template <class F>
+  void visit(uint64_t addr, uint64_t bytes, F f) {
+    const uint64_t end = addr + bytes;
+    for (uint64_t a = addr & ~15ull; a < end; a += 16) {
+      if (a >> 12 != last) {
+        auto& p = pages[a >> 12];
+        if (!p) p = std::make_unique<Page>();
+        last = a >> 12;
+        page = p.get();
+      }
+      GlobalCell& c = page->cells[a >> 4 & 255];
+      if (addr <= a && end >= a + 16 && c.child < 0) {
+        f(c);
+      } else {
+        split(c);
+        const int first = c.child;
+        for (int i = 0; i < 4; i++) {
+          const uint64_t b = a + i * 4;
+          if (b >= end || b + 4 <= addr) continue;
+          if (addr <= b && end >= b + 4 && pool[first + i].child < 0) {
+            f(pool[first + i]);
+            continue;
+          }
+          GlobalCell word = pool[first + i];
+          split(word);
+          pool[first + i].child = word.child;
+          for (int j = 0; j < 4; j++)
+            if (b + j < end && b + j + 1 > addr) f(pool[word.child + j]);
+        }
+      }
+    }
+  }
+
+ private:
+  void split(GlobalCell& c) {
+    if (c.child >= 0) return;
+    const int first = int(pool.size());
+    GlobalCell copy = c;
+    for (int i = 0; i < 4; i++) pool.push_back(copy);
+    c.child = first;
+  }
+};
+
+}  // namespace emu
