@@ -8,32 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["attention_oracle", "decode", "merge_oracle", "to_numpy", "varlen_oracle", "visible"]
+from .requests import Float64, decode, requests, to_numpy, unowned
+from .rounding import DTYPES, saturate
 
-Float64 = NDArray[np.float64]
-
-_SCHEDULING = {
-    *("max_seqlen_q", "max_seqlen_k", "out", "lse", "num_splits", "fa_version", "workspace"),
-    *("stream", "batch_invariant", "deterministic", "scheduler_metadata", "return_softmax_lse"),
-}
-
-
-def to_numpy(array: Any) -> NDArray[Any]:
-    """A NumPy view or copy of a host or device array."""
-    return np.asarray(array.get() if hasattr(array, "get") else array)
-
-
-def decode(array: Any, fp8_dtype: str = "e4m3") -> Float64:
-    """The values of an array as float64; uint8 is read as the fp8 format named."""
-    host = to_numpy(array)
-    if host.dtype == np.uint8:
-        e5m2 = "e5m2" in fp8_dtype
-        host = host.view(ml_dtypes.float8_e5m2 if e5m2 else ml_dtypes.float8_e4m3fn)
-    return host.astype(np.float64)
+__all__ = ["attention_oracle", "merge_oracle", "varlen_oracle", "visible", "write_oracle"]
 
 
 def visible(
@@ -90,6 +71,7 @@ def attention_oracle(
     out = np.zeros((seqlen_q, heads, v.shape[2]))
     lse = np.full((heads, seqlen_q), -np.inf)
     seen = visible(seqlen_q, seqlen_k, causal, window_size)
+    v = np.where(seen.any(axis=0).reshape(-1, 1, 1), v, 0)  # what no query sees may hold anything
     distance = np.abs(
         np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q - np.arange(seqlen_k)[None, :]
     )
@@ -97,53 +79,28 @@ def attention_oracle(
     sinks = None if s_aux is None else decode(s_aux)
     for head in range(heads):
         kv_head = head * kv_heads // heads
-        score = q[:, head] @ k[:, kv_head].T * scale
+        score: Float64 = q[:, head] @ k[:, kv_head].T * scale
         if softcap > 0:
             score = softcap * np.tanh(score / softcap)
         if slopes is not None:
             score = score - slopes[head] * distance
-        for row in range(seqlen_q):
-            keys = seen[row]
-            terms = score[row, keys]
-            if sinks is not None:
-                terms = np.append(terms, sinks[head])
-            if terms.size == 0 or terms.max() == -np.inf:
-                continue
-            weight = np.exp(terms - terms.max())
-            lse[head, row] = terms.max() + np.log(weight.sum())
-            weight = weight[: keys.sum()] / weight.sum()
-            out[row, head] = weight @ v[keys, kv_head]
+        score = np.where(seen, score, -np.inf)
+        if sinks is not None:
+            score = np.append(score, np.full((seqlen_q, 1), sinks[head]), axis=1)
+        top: Float64 = np.max(score, axis=1, initial=-np.inf)
+        some = np.flatnonzero(top > -np.inf)
+        top = top[some, None]
+        weight = np.exp(score[some] - top)
+        total = weight.sum(axis=1)
+        lse[head, some] = top[:, 0] + np.log(total)
+        out[some, head] = weight[:, :seqlen_k] @ v[:, kv_head] / total[:, None]
     return out, lse
 
 
-def _rows_of(scale: Any, batch: int, kv_heads: int) -> Float64:
-    host = to_numpy(1.0 if scale is None else scale).astype(np.float64)
-    return np.broadcast_to(host, (batch, kv_heads))
-
-
-def varlen_oracle(
-    q: Any,
-    k: Any,
-    v: Any,
-    max_seqlen_q: int | None = None,
-    cu_seqlens_q: Any = None,
-    max_seqlen_k: int | None = None,
-    cu_seqlens_k: Any = None,
-    seqused_k: Any = None,
-    *,
-    block_table: Any = None,
-    alibi_slopes: Any = None,
-    q_descale: Any = None,
-    k_descale: Any = None,
-    v_descale: Any = None,
-    fp8_dtype: str = "e4m3",
-    q_fp8_dtype: str | None = None,
-    **options: Any,
-) -> tuple[Float64, Float64]:
+def varlen_oracle(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> tuple[Float64, Float64]:
     """Attention of a ragged batch; takes the arguments of ``flash_attn_varlen_func`` as they are.
 
-    Options that only decide how the work is scheduled are dropped; ``softmax_scale``, ``causal``,
-    ``window_size``, ``softcap`` and ``s_aux`` go to `attention_oracle`.
+    Options that only decide how the work is scheduled are dropped.
 
     Returns
     -------
@@ -151,52 +108,12 @@ def varlen_oracle(
     lse : float64 [num_heads_q, total_q]
         Rows of no request (past ``cu_seqlens_q[-1]``) hold NaN in both.
     """
-    options = {name: given for name, given in options.items() if name not in _SCHEDULING}
-    starts_q = to_numpy(cu_seqlens_q).astype(int)
-    batch, kv_heads = len(starts_q) - 1, to_numpy(k).shape[-2]
-    scale_q, scale_k, scale_v = (
-        _rows_of(s, batch, kv_heads) for s in (q_descale, k_descale, v_descale)
-    )
-    q = decode(q, q_fp8_dtype or fp8_dtype)
-    out = np.full((*q.shape[:2], to_numpy(v).shape[-1]), np.nan)
-    lse = np.full((q.shape[1], q.shape[0]), np.nan)
-    group = q.shape[1] // kv_heads
-    for request in range(batch):
-        rows = slice(starts_q[request], starts_q[request + 1])
-        keys = [
-            _sequence(operand, request, cu_seqlens_k, seqused_k, block_table) for operand in (k, v)
-        ]
-        slopes = None if alibi_slopes is None else decode(alibi_slopes)
-        if slopes is not None and slopes.ndim == 2:
-            slopes = slopes[request]
-        out[rows], lse[:, rows] = attention_oracle(
-            q[rows] * np.repeat(scale_q[request], group)[:, None],
-            decode(keys[0], fp8_dtype) * scale_k[request][:, None],
-            decode(keys[1], fp8_dtype) * scale_v[request][:, None],
-            alibi_slopes=slopes,
-            **{"softmax_scale": q.shape[2] ** -0.5, **_given(options)},
+    out, lse = unowned(q, k, v)
+    for request in requests(q, k, v, *args, **kwargs):
+        out[request.rows], lse[:, request.rows] = attention_oracle(
+            request.q, request.k, request.v, **request.options
         )
     return out, lse
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _sequence(
-    operand: Any, request: int, cu_seqlens_k: Any, seqused_k: Any, block_table: Any
-) -> NDArray[Any]:
-    """The keys or values of one request, token by token from its pages."""
-    host = to_numpy(operand)
-    used = None if seqused_k is None else int(to_numpy(seqused_k)[request])
-    if block_table is None:
-        starts = to_numpy(cu_seqlens_k).astype(int)
-        length = starts[request + 1] - starts[request] if used is None else used
-        return host[starts[request] : starts[request] + length]
-    assert used is not None
-    table, page = to_numpy(block_table)[request], host.shape[1]
-    tokens = [host[table[token // page], token % page] for token in range(used)]
-    return np.stack(tokens) if tokens else host[0, :0]
 
 
 def merge_oracle(*states: tuple[Any, Any], s_aux: Any = None) -> tuple[Float64, Float64]:
@@ -231,3 +148,40 @@ def merge_oracle(*states: tuple[Any, Any], s_aux: Any = None) -> tuple[Float64, 
             weight * outs[i][token, head] for weight, i in zip(weights, filled, strict=True)
         ) / sum(weights)
     return merged, total
+
+
+def write_oracle(
+    key: Any, cache: Any, slot_mapping: Any, scale: Any = 1.0, *, fp8_dtype: str = "e4m3"
+) -> NDArray[Any]:
+    """What a cache holds after a write, in its own type; token by token.
+
+    Parameters
+    ----------
+    key : array [tokens or more, num_heads, head_dim]
+    cache : array [num_blocks, block_size, num_heads, head_dim]
+        Its content before the write; uint8 is the fp8 format named. Left as it is.
+    slot_mapping : array [tokens]
+        Negative slots are skipped.
+    scale : scalar or array [1] or [num_heads]
+        fp8 only. Values are divided by it (in float32, as the contract says), rounded to nearest
+        even and saturated; NaN becomes 0x7F.
+
+    Returns
+    -------
+    ndarray [num_blocks, block_size, num_heads, head_dim]
+    """
+    written = np.array(to_numpy(cache))
+    page, heads = written.shape[1], written.shape[2]
+    kind = written.dtype
+    if kind == np.uint8:
+        kind = DTYPES["e5m2" if "e5m2" in fp8_dtype else "e4m3"]
+    scales = np.broadcast_to(to_numpy(scale).astype(np.float32).reshape(-1), (heads,))[:, None]
+    for token, slot in enumerate(to_numpy(slot_mapping).tolist()):
+        if slot < 0:
+            continue
+        row = to_numpy(key)[token]
+        if kind.itemsize == 1:
+            with np.errstate(all="ignore"):
+                row = saturate(row.astype(np.float32) / scales, kind).view(written.dtype)
+        written[slot // page, slot % page] = row.astype(written.dtype)
+    return written

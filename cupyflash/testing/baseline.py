@@ -1,0 +1,113 @@
+"""The same maths in low precision: the error that any honest kernel may make."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .oracle import visible
+from .requests import Float64, requests, to_numpy, unowned
+from .rounding import round_to
+
+__all__ = ["attention_baseline", "merge_baseline", "varlen_baseline"]
+
+Float32 = NDArray[np.float32]
+
+
+def attention_baseline(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    p_dtype: Any,
+    out_dtype: Any,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    s_aux: Any = None,
+) -> tuple[NDArray[Any], Float32]:
+    """Attention of one sequence in float32, with P rounded to ``p_dtype`` before it meets V.
+
+    Parameters are those of ``attention_oracle``; the result is rounded to ``out_dtype``.
+
+    Returns
+    -------
+    out : out_dtype [seqlen_q, num_heads_q, head_dim_v]
+    lse : float32 [num_heads_q, seqlen_q]
+        From the sum of the weights before they are rounded, as kernels keep it.
+    """
+    q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
+    (seqlen_q, heads, head_dim), (seqlen_k, kv_heads) = q.shape, k.shape[:2]
+    scale = np.float32(head_dim**-0.5 if softmax_scale is None else softmax_scale)
+    out = np.zeros((seqlen_q, heads, v.shape[2]), np.float32)
+    lse = np.full((heads, seqlen_q), -np.inf, np.float32)
+    seen = visible(seqlen_q, seqlen_k, causal, window_size)
+    v = np.where(seen.any(axis=0).reshape(-1, 1, 1), v, np.float32(0))
+    for head in range(heads):
+        kv_head = head // (heads // kv_heads)
+        score: Float32 = (q[:, head] * scale) @ k[:, kv_head].T
+        if softcap > 0:
+            score = np.float32(softcap) * np.tanh(score / np.float32(softcap))
+        if alibi_slopes is not None:
+            score = score - np.float32(alibi_slopes[head]) * _distance(seqlen_q, seqlen_k)
+        score = np.where(seen, score, np.float32(-np.inf))
+        sink = np.float32(-np.inf) if s_aux is None else np.float32(s_aux[head])
+        top: Float32 = np.max(score, axis=1, initial=sink)
+        some = np.flatnonzero(top > -np.inf)
+        top = top[some]
+        p = np.exp(score[some] - top[:, None])
+        total = p.sum(axis=1) + np.exp(sink - top)
+        rounded = round_to(p, p_dtype).astype(np.float32)
+        out[some, head] = rounded @ v[:, kv_head] / total[:, None]
+        lse[head, some] = top + np.log(total)
+    return round_to(out, out_dtype), lse
+
+
+def _distance(seqlen_q: int, seqlen_k: int) -> Float32:
+    query = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    distance: Float32 = np.abs(query - np.arange(seqlen_k)[None, :]).astype(np.float32)
+    return distance
+
+
+def varlen_baseline(
+    q: Any, k: Any, v: Any, *args: Any, p_dtype: Any, out_dtype: Any, **kwargs: Any
+) -> tuple[Float64, Float64]:
+    """`attention_baseline` for a ragged batch; arguments are those of ``varlen_oracle``.
+
+    Returns
+    -------
+    out, lse : float64
+        Values of ``out_dtype`` and float32, widened; rows of no request hold NaN.
+    """
+    out, lse = unowned(q, k, v)
+    for request in requests(q, k, v, *args, **kwargs):
+        out[request.rows], lse[:, request.rows] = attention_baseline(
+            request.q, request.k, request.v, p_dtype=p_dtype, out_dtype=out_dtype, **request.options
+        )
+    return out, lse
+
+
+def merge_baseline(
+    *states: tuple[Any, Any], out_dtype: Any, s_aux: Any = None
+) -> tuple[NDArray[Any], Float32]:
+    """The merge of states in float32, rounded to ``out_dtype``; arguments as ``merge_oracle``."""
+    outs = [to_numpy(out).astype(np.float32) for out, _ in states]
+    lses = [to_numpy(lse).astype(np.float32) for _, lse in states]
+    lses = [np.where(np.isinf(lse), np.float32(-np.inf), lse) for lse in lses]
+    if s_aux is not None:
+        outs.append(np.zeros_like(outs[0]))
+        lses.append(np.broadcast_to(np.asarray(s_aux, np.float32)[:, None], lses[0].shape))
+    top = np.max(lses, axis=0)
+    shift = np.where(np.isinf(top), np.float32(0), top)
+    weights = [np.exp(lse - shift) for lse in lses]
+    total = np.sum(weights, axis=0)
+    safe = np.where(total == 0, np.float32(1), total)
+    merged = np.zeros_like(outs[0])
+    for out, weight in zip(outs, weights, strict=True):
+        part = (weight / safe).T[..., None]
+        merged += np.where(part == 0, np.float32(0), out * part)
+    return round_to(merged, out_dtype), np.where(total == 0, -np.inf, shift + np.log(safe))

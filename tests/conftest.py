@@ -1,0 +1,91 @@
+"""Hypothesis profiles, the ``gpu`` marker, and the paths that contract tests run on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+from cupyflash.testing.requests import to_numpy
+
+_QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+settings.register_profile("dev", max_examples=50, deadline=None, suppress_health_check=_QUIET)
+settings.register_profile(
+    "ci",
+    max_examples=200,
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=_QUIET,
+)
+settings.register_profile("deep", max_examples=5000, deadline=None, suppress_health_check=_QUIET)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+# Which paths an operation has; a new kernel family adds its path here and inherits every test.
+ATTENTION_PATHS = ("numpy",)
+MERGE_PATHS = ("numpy",)
+WRITE_PATHS = ("numpy",)
+
+
+def _gpu_missing() -> str:
+    """Why there is no GPU to test on; empty if there is one."""
+    try:
+        import cupy
+    except ImportError:
+        return "CuPy is not installed"
+    return "" if cupy.is_available() else "no CUDA device"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = _gpu_missing() if marked else ""
+    for item in marked if reason else ():
+        item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class Path:
+    """Where a test runs: an array module, and what makes the library take that path."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.xp: Any = np
+        if name == "gpu":
+            import cupy
+
+            self.xp = cupy
+
+    def active(self) -> AbstractContextManager[Any]:
+        """A context in which public functions take this path."""
+        if self.name != "emulator":
+            return nullcontext()
+        from cupyflash.runtime.device import use_device
+        from tests.emulator import EmulatorDevice
+
+        return use_device(EmulatorDevice())
+
+    def array(self, values: Any, dtype: Any = None) -> Any:
+        return self.xp.asarray(np.asarray(values, dtype))
+
+    @staticmethod
+    def host(array: Any) -> np.ndarray[Any, Any]:
+        return to_numpy(array)
+
+
+def _params(names: tuple[str, ...]) -> list[Any]:
+    return [pytest.param(n, marks=pytest.mark.gpu) if n == "gpu" else n for n in names]
+
+
+def _path(request: pytest.FixtureRequest) -> Iterator[Path]:
+    path = Path(request.param)
+    with path.active():
+        yield path
+
+
+attention_path = pytest.fixture(params=_params(ATTENTION_PATHS), name="path")(_path)
+merge_path = pytest.fixture(params=_params(MERGE_PATHS), name="merge_path")(_path)
+write_path = pytest.fixture(params=_params(WRITE_PATHS), name="write_path")(_path)
