@@ -312,9 +312,22 @@ def elect(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> Non
 
 
 SPECIAL: dict[str, Special] = {
-    **{"mov": mov, "cvt": cvt, "setp": setp, "set": set_, "bra": bra, "brx": brx},
-    **{"ret": ret, "exit": ret, "call": call, "bar": barrier, "barrier": barrier},
-    **{"shfl": shfl, "vote": vote, "match": match, "redux": redux, "elect": elect},
+    "mov": mov,
+    "cvt": cvt,
+    "setp": setp,
+    "set": set_,
+    "bra": bra,
+    "brx": brx,
+    "ret": ret,
+    "exit": ret,
+    "call": call,
+    "bar": barrier,
+    "barrier": barrier,
+    "shfl": shfl,
+    "vote": vote,
+    "match": match,
+    "redux": redux,
+    "elect": elect,
     **dict.fromkeys(("and", "or", "xor", "not", "selp"), selp_like),
 }
 

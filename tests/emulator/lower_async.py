@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .lower_memory import CACHE
+from .lower_tensor import bulk, wgmma
 from .program import Lowering, Scope
 from .ptx import PtxError
 
@@ -36,6 +37,18 @@ def cp(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
         if out[0] not in (4, 8, 16) or (parts[2] == "cg" and out[0] != 16):
             raise PtxError(f"copy of {out[0]} bytes: {low.text}")
         low.emit("cp.async", [*out, size, ignore])
+    elif "bulk" in parts:
+        bulk(low, parts, args, scope)
+    else:
+        raise PtxError(f"unknown instruction: {low.text}")
+
+
+def fence(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
+    """fence with default semantics; the other spellings are in the table."""
+    if parts[1] in ("cta", "cluster", "gpu", "sys"):
+        low.emit(f"fence.acq_rel.{parts[1]}", [])
+    elif parts[1:3] == ["proxy", "async"] or parts[1:3] == ["proxy", "alias"]:
+        low.emit("fence.proxy.async", [])
     else:
         raise PtxError(f"unknown instruction: {low.text}")
 
@@ -82,4 +95,4 @@ def mbarrier(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> 
         raise PtxError(f"unknown instruction: {low.text}")
 
 
-SPECIAL = {"cp": cp, "mbarrier": mbarrier}
+SPECIAL = {"cp": cp, "mbarrier": mbarrier, "wgmma": wgmma, "fence": fence}

@@ -136,7 +136,16 @@ def createpolicy(low: Lowering, parts: list[str], args: list[str], scope: Scope)
 
 
 SPECIAL = {
-    **{"ld": ld, "ldu": ldu, "st": st, "atom": atom, "red": atom},
-    **{"ldmatrix": matrix, "stmatrix": matrix, "createpolicy": createpolicy},
-    **{"prefetch": prefetch, "prefetchu": prefetch, "applypriority": prefetch, "discard": prefetch},
+    "ld": ld,
+    "ldu": ldu,
+    "st": st,
+    "atom": atom,
+    "red": atom,
+    "ldmatrix": matrix,
+    "stmatrix": matrix,
+    "createpolicy": createpolicy,
+    "prefetch": prefetch,
+    "prefetchu": prefetch,
+    "applypriority": prefetch,
+    "discard": prefetch,
 }

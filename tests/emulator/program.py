@@ -13,6 +13,7 @@ from .ptx import Function, Module, PtxError, Symbol, variable
 __all__ = ["Lowering", "Reg", "Scope"]
 
 USE, DEF = 1, 2
+TOUCHES = 1 << 30  # the instruction accesses registers that some wgmma uses
 SHARED_BASE = 1024
 SHARED_WINDOW, LOCAL_WINDOW, PARAM_WINDOW = 1 << 60, 2 << 60, 3 << 60
 SPECIALS = {
@@ -20,19 +21,42 @@ SPECIALS = {
     **{f"%ntid.{c}": 3 + i for i, c in enumerate("xyz")},
     **{f"%ctaid.{c}": 6 + i for i, c in enumerate("xyz")},
     **{f"%nctaid.{c}": 9 + i for i, c in enumerate("xyz")},
-    **{"%laneid": 12, "%warpid": 13, "%nwarpid": 14, "%smid": 15, "%nsmid": 16},
+    "%laneid": 12,
+    "%warpid": 13,
+    "%nwarpid": 14,
+    "%smid": 15,
+    "%nsmid": 16,
     **{f"%lanemask_{c}": 17 + i for i, c in enumerate(("eq", "lt", "le", "gt", "ge"))},
-    **{"%dynamic_smem_size": 22, "%total_smem_size": 23},
-    **{"%cluster_ctarank": 24, "%cluster_nctarank": 25, "%gridid": 26, "%is_explicit_cluster": 24},
+    "%dynamic_smem_size": 22,
+    "%total_smem_size": 23,
+    "%cluster_ctarank": 24,
+    "%cluster_nctarank": 25,
+    "%gridid": 26,
+    "%is_explicit_cluster": 24,
     **{f"%cluster_ctaid.{c}": 24 for c in "xyz"},
     **{f"%cluster_nctaid.{c}": 25 for c in "xyz"},
     **{f"%clusterid.{c}": 6 + i for i, c in enumerate("xyz")},
     **{f"%nclusterid.{c}": 9 + i for i, c in enumerate("xyz")},
 }
 MODIFIERS = {
-    **{"ftz": 1, "sat": 2, "rz": 4, "rm": 8, "rp": 16, "NaN": 32, "relu": 64, "approx": 128},
-    **{"wrap": 1024, "satfinite": 2048, "shiftamt": 4096, "xorsign": 8192, "abs": 0},
-    **{"rn": 0, "rna": 0, "full": 128, "clamp": 0, "noftz": 0},
+    "ftz": 1,
+    "sat": 2,
+    "rz": 4,
+    "rm": 8,
+    "rp": 16,
+    "NaN": 32,
+    "relu": 64,
+    "approx": 128,
+    "wrap": 1024,
+    "satfinite": 2048,
+    "shiftamt": 4096,
+    "xorsign": 8192,
+    "abs": 0,
+    "rn": 0,
+    "rna": 0,
+    "full": 128,
+    "clamp": 0,
+    "noftz": 0,
 }
 _REGISTER_TYPE = {"pred": 0, "b64": 2, "u64": 2, "s64": 2, "f64": 2}
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
@@ -90,8 +114,8 @@ class Insn:
     flags: int
     line: int
     text: str
-    label: tuple[str, Scope] | None = None
     targets: list[Any] = field(default_factory=list)
+    is_wgmma: bool = False
 
 
 class Lowering:
@@ -115,6 +139,7 @@ class Lowering:
         self.calls: list[str] = []
         self.returns: list[Scope] = []
         self.last_label = ""
+        self.wgmma_regs: set[Reg] = set()
         if entry not in module.functions:
             raise PtxError(f"no kernel {entry}; the module has {', '.join(module.functions)}")
         function = module.functions[entry]
@@ -151,6 +176,11 @@ class Lowering:
         self._walk(function, Scope(root))
         self.emit("ret", [])
         self._resolve_labels()
+        for insn in self.code:
+            if not insn.is_wgmma and any(
+                isinstance(a, tuple) and a[0] in self.wgmma_regs for a in insn.args
+            ):
+                insn.flags |= TOUCHES
 
     # ---- structure
     def _static(self, s: Symbol) -> tuple[str, int]:

@@ -286,7 +286,8 @@ static void global_read(Warp& w, uint64_t addr, uint32_t bytes, int lane, int ho
 
 static void global_write(Warp& w, uint64_t addr, uint32_t bytes, int lane, int how, bool pend) {
   w.vm->shadow.visit(addr, bytes, [&](GlobalCell& c) {
-    if (c.pending_writes) race(w, "write over an asynchronous copy in flight", addr, false, lane, c.write);
+    if (c.pending_writes && !(c.write.strong && (how & kStrong)))
+      race(w, "write over an asynchronous copy in flight", addr, false, lane, c.write);
     const Record r = record(w, lane, how);
     const Record& o = c.write;
     const bool same_instruction = o.cta == r.cta && o.warp == r.warp && o.pc == r.pc && o.clock == r.clock;
@@ -300,6 +301,14 @@ static void global_write(Warp& w, uint64_t addr, uint32_t bytes, int lane, int h
     c.write = r;
     c.read[0] = c.read[1] = Record();
     if (pend) c.pending_writes++;
+  });
+}
+
+void land_global_write(Warp& w, uint64_t addr, uint32_t bytes, int lane, bool strong) {
+  if (!w.vm->check) return;
+  w.vm->shadow.visit(addr, bytes, [&](GlobalCell& c) {
+    if (c.pending_writes) c.pending_writes--;
+    c.write = record(w, lane, kAsync | (strong ? kStrong : 0));
   });
 }
 

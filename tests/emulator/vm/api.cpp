@@ -56,7 +56,8 @@ extern "C" void* emu_load(const Source* s) {
     in.kind = ops[c[0]].kind;
     in.pred = c[1];
     in.negate = c[2];
-    in.flags = uint32_t(c[3]);
+    in.flags = uint32_t(c[3]) & ~(1u << 30);
+    if (uint32_t(c[3]) >> 30 & 1) in.kind |= kTouches;
     in.nargs = c[4];
     in.arg = p->args.data() + c[5];
     in.defs = uint32_t(c[6]);

@@ -14,7 +14,7 @@ bool Warp::has_copies() const {
   return false;
 }
 
-static void land(Warp& w, CopyOp& c) {
+void complete_copy(Warp& w, CopyOp& c) {
   if (c.done) return;
   c.done = true;
   uint8_t* const dst = w.cta->smem.data() + c.dst;
@@ -27,7 +27,7 @@ static void land(Warp& w, CopyOp& c) {
 }
 
 void complete_copies(Warp& w, int, std::vector<CopyOp>& ops) {
-  for (CopyOp& c : ops) land(w, c);
+  for (CopyOp& c : ops) complete_copy(w, c);
   ops.clear();
 }
 

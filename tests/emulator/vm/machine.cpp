@@ -69,6 +69,7 @@ void Machine::start_cta(int64_t index) {
     w->paths = {{0, w->live}};
     std::fill_n(w->floor, 32, 1u);
     w->file.assign(prog.file_words, kPoisonRegister);
+    w->in_flight.assign(prog.file_words / 32 + 2, 0);
     w->local.assign(size_t(prog.local_bytes) * 32, kPoisonByte);
     for (size_t i = 0; i < prog.constants.size(); i += 4) {
       const int32_t* c = &prog.constants[i];
@@ -152,13 +153,19 @@ bool Machine::select_path(Warp& w) {
   return false;
 }
 
-void Machine::check_in_flight(Warp& w, const Insn& in) {
-  if (in.kind & kWgmmaSync) return;
+// An instruction that accesses registers which some wgmma uses.
+void Machine::touch(Warp& w, const Insn& in) {
   for (int i = 0; i < in.nargs; i++) {
-    if (!((in.defs | in.uses) >> std::min(i, 31) & 1)) continue;
-    const uint8_t state = w.in_flight[in.arg[i] / 32];
+    const bool def = in.defs >> std::min(i, 31) & 1;
+    if (!def && !(in.uses >> std::min(i, 31) & 1)) continue;
+    uint8_t& state = w.in_flight[in.arg[i] / 32];
     if (state & 2) fail("WGMMA: an accumulator register is touched before wgmma.wait_group");
-    if (state && (in.defs >> std::min(i, 31) & 1)) fail("WGMMA: an A register is overwritten before wgmma.wait_group");
+    if (!def) continue;
+    if (state & 1) fail("WGMMA: an A register is overwritten before wgmma.wait_group");
+    if (!(state & 4)) {
+      state |= 4;
+      w.touched.push_back(in.arg[i]);
+    }
   }
 }
 
@@ -190,7 +197,7 @@ void Machine::run_warp(Warp& w) {
       }
       if (need & ~m) fail("DIVERGENT: lanes 0x%08x do not take part in a collective (active: 0x%08x)", need & ~m, m);
     }
-    if (w.any_in_flight) check_in_flight(w, in);
+    if (in.kind & kTouches) touch(w, in);
     cfg.hits[path.pc]++;
     cfg.stats[kSteps]++;
     idle_steps++;
@@ -236,6 +243,11 @@ void Machine::finish_cta(Cta& cta) {
   for (const Mbarrier& b : cta.mbarriers)
     if (b.valid && b.tx) fail("MBARRIER: the CTA ends with a transaction count of %lld bytes at shared address %u (initialised at @%d@)",
                               (long long)b.tx, b.addr, b.init_pc);
+  for (size_t g = 0; g + 4 <= cta.warps.size(); g += 4)
+    for (size_t i = 1; i < 4; i++)
+      if (cta.warps[g]->wgmma_count != cta.warps[g + i]->wgmma_count)
+        fail("WGMMA: the warps of a warpgroup executed %llu and %llu wgmma.mma_async", (unsigned long long)cta.warps[g]->wgmma_count,
+             (unsigned long long)cta.warps[g + i]->wgmma_count);
   for (int i = 0; i < kBarriers; i++)
     if (cta.barriers[i].arrived)
       fail("BARRIER: the CTA ends with %d of %d threads arrived at barrier %d, at @%d@", cta.barriers[i].arrived,

@@ -32,7 +32,8 @@ enum : uint32_t {
   kAligned = 2,     // needs every live lane of the warp
   kMembers = 4,     // needs the lanes of a member mask, in the register arg[0]
   kControl = 8,     // runs even when no lane is active
-  kWgmmaSync = 16,  // may touch registers of wgmmas in flight
+
+  kTouches = 16,    // accesses a register that some wgmma uses (set by the front end, per instruction)
 };
 
 // Modifiers that the front end takes out of a mnemonic (bits of Insn::flags).
@@ -110,9 +111,10 @@ struct BulkOp {  // a bulk or tensor copy from shared memory
   std::vector<std::pair<uint32_t, uint32_t>> reads;  // shared address, bytes
   std::vector<std::pair<uint64_t, uint32_t>> writes;
   std::vector<uint8_t> data;
-  uint32_t mapping = 0;
+  std::vector<uint32_t> from;  // where in the data each write begins
+  uint32_t src = 0, swizzle = 0, type = 0;
   int32_t pc = 0;
-  int reduce = 0;  // 0 copy, else reduction code
+  int reduce = 0, atom_type = -1;  // 0 copy, else 1 + operation
   bool read_done = false, write_done = false;
 };
 
@@ -152,7 +154,9 @@ struct Warp {
   std::deque<std::vector<BulkOp>> bulk_groups[32];
   std::vector<WgmmaOp> open_wgmmas;
   std::deque<std::vector<WgmmaOp>> wgmma_groups;
-  std::vector<uint8_t> in_flight;  // by slot / 32: 1 read by a wgmma, 2 written by one
+  std::vector<uint8_t> in_flight;  // by slot / 32: 1 read by a wgmma, 2 written by one, 4 touched since the fence
+  std::vector<int> touched;
+  uint64_t wgmma_count = 0;
   bool wgmma_fenced = false, any_in_flight = false;
 
   uint32_t* r(int slot) { return file.data() + slot; }
@@ -266,7 +270,7 @@ struct Machine {
   void exit_lanes(Warp&, uint32_t mask);
   void finish_cta(Cta&);
   std::string census();
-  void check_in_flight(Warp&, const Insn&);
+  void touch(Warp&, const Insn&);
   int find_region(Warp&, uint64_t addr, uint64_t bytes, bool write, const char* what);
 };
 
@@ -303,6 +307,8 @@ void count_conflicts(Warp&, const uint32_t* addr, uint32_t mask, int bytes);
 Record record(Warp&, int lane, int how);
 
 // ---- others
+void complete_copy(Warp&, CopyOp&);
+void land_global_write(Warp&, uint64_t addr, uint32_t bytes, int lane, bool strong);
 void complete_copies(Warp&, int lane, std::vector<CopyOp>&);
 void perform_request(Cta&, const TensorRequest&);
 Mbarrier& mbarrier(Warp&, uint32_t addr, int lane, const char* what);
