@@ -36,7 +36,7 @@ def compile_ptx(
     symbols = cache_folder() / f"{key}.sym"
     if cached.exists() and symbols.exists():
         pairs = [line.split("\t") for line in symbols.read_text().splitlines()]
-        return cached.read_text(), {a: b for a, b in pairs}
+        return cached.read_text(), dict(pairs)
     contents = [h.encode() for h in headers.values()]
     program = nvrtc.createProgram(source, name, contents, [h.encode() for h in headers])
     for e in expressions:

@@ -143,7 +143,7 @@ class EmulatedDevice:
         name: str = "kernel.cu",
         headers: dict[str, str] | None = None,
     ) -> LoadedModule:
-        """Kernels from CUDA source; the architecture is the device's unless ``options`` name one."""
+        """Kernels from CUDA source, for the device's architecture unless ``options`` name one."""
         options = [re.sub(r"(arch[ufitecr]*=)sm_", r"\1compute_", o) for o in options]
         if not any("arch" in o for o in options):
             options.append(f"--gpu-architecture={self.arch.replace('sm_', 'compute_')}")

@@ -81,7 +81,8 @@ class Program:
         specials = [x for number, reg in low.specials.items() for x in (reg.slot, number)]
         arrays = [words(code), words(args), words(consts), words(specials)]
         source: list[int] = []
-        for array, count in zip(arrays, (len(low.code), len(args), len(consts), len(specials))):
+        counts = (len(low.code), len(args), len(consts), len(specials))
+        for array, count in zip(arrays, counts, strict=True):
             source += [array.ctypes.data, count]
         static = low.static_end - SHARED_BASE
         source += [file_words, low.local_bytes, static, low.dynamic_base]

@@ -1,4 +1,4 @@
-"""One PTX statement to instructions: the table's plain opcodes, moves, compares, control, collectives."""
+"""One PTX statement to instructions: plain opcodes, moves, compares, control, collectives."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def plain(low: Lowering, mnemonic: str, parts: list[str], args: list[str], scope
     if parts[0] == "mov" and (any(a[0] == "{" for a in args) or args[1].startswith(CLOCKS)):
         return False
     for op in found:
-        number, letters, allowed = op
-        if letters == "*" or len(letters) != len(flat) or flags & ~allowed:
+        _, letters, allowed = op
+        if letters == "*" or "m" in letters or len(letters) != len(flat) or flags & ~allowed:
             continue
         name = mnemonic if mnemonic in low.table else ".".join(kept)
         low.emit(name, signature(low, letters, flat, scope), flags, found.index(op))

@@ -158,14 +158,9 @@ void Machine::touch(Warp& w, const Insn& in) {
   for (int i = 0; i < in.nargs; i++) {
     const bool def = in.defs >> std::min(i, 31) & 1;
     if (!def && !(in.uses >> std::min(i, 31) & 1)) continue;
-    uint8_t& state = w.in_flight[in.arg[i] / 32];
+    const uint8_t state = w.in_flight[in.arg[i] / 32];
     if (state & 2) fail("WGMMA: an accumulator register is touched before wgmma.wait_group");
-    if (!def) continue;
-    if (state & 1) fail("WGMMA: an A register is overwritten before wgmma.wait_group");
-    if (!(state & 4)) {
-      state |= 4;
-      w.touched.push_back(in.arg[i]);
-    }
+    if (def && (state & 1)) fail("WGMMA: an A register is overwritten before wgmma.wait_group");
   }
 }
 
@@ -197,7 +192,7 @@ void Machine::run_warp(Warp& w) {
       }
       if (need & ~m) fail("DIVERGENT: lanes 0x%08x do not take part in a collective (active: 0x%08x)", need & ~m, m);
     }
-    if (in.kind & kTouches) touch(w, in);
+    if (w.any_in_flight && (in.kind & kTouches)) touch(w, in);
     cfg.hits[path.pc]++;
     cfg.stats[kSteps]++;
     idle_steps++;

@@ -154,8 +154,7 @@ struct Warp {
   std::deque<std::vector<BulkOp>> bulk_groups[32];
   std::vector<WgmmaOp> open_wgmmas;
   std::deque<std::vector<WgmmaOp>> wgmma_groups;
-  std::vector<uint8_t> in_flight;  // by slot / 32: 1 read by a wgmma, 2 written by one, 4 touched since the fence
-  std::vector<int> touched;
+  std::vector<uint8_t> in_flight;  // by slot / 32: 1 read by a wgmma, 2 written by one
   uint64_t wgmma_count = 0;
   bool wgmma_fenced = false, any_in_flight = false;
 

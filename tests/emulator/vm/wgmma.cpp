@@ -8,7 +8,7 @@ namespace emu {
 // scale-d predicate, descriptor of B, descriptor of A or four registers, accumulators...
 enum { N_, TYPE_A, TYPE_B, SCALE_A, SCALE_B, TRANS_A, TRANS_B, RS, HALF, SCALE_D, DESC_B, DESC_A };
 enum { W_F16, W_BF16, W_E4M3, W_E5M2 };
-constexpr int kRead = 1, kWritten = 2, kTouched = 4;
+constexpr int kRead = 1, kWritten = 2;
 
 static int first_acc(const Insn& in) { return DESC_A + (in.arg[RS] ? 4 : 1); }
 static int num_acc(const Insn& in) { return in.arg[N_] / (in.arg[HALF] ? 4 : 2); }
@@ -141,7 +141,8 @@ static void compute_n(Warp& w, const WgmmaOp& op) {
 
 static Step issue(Warp& w, const Insn& in, uint32_t) {
   if (w.vm->warps_per_cta % 4) fail("WGMMA: the CTA is not made of whole warpgroups");
-  if (!w.wgmma_fenced) fail("WGMMA: no wgmma.fence before the first wgmma.mma_async");
+  // Compilers move plain register code across the fence, so what is asked for is a fence since the last wait.
+  if (!w.wgmma_fenced) fail("WGMMA: no wgmma.fence since the last wgmma.wait_group (or the start)");
   const int32_t* const arg = in.arg;
   const int first = first_acc(in), count = num_acc(in);
   WgmmaOp op = {};
@@ -153,14 +154,9 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
   for (int l = 1; l < 32; l++)
     if (w.d(arg[DESC_B])[l] != op.desc_b || (!arg[RS] && w.d(arg[DESC_A])[l] != w.d(arg[DESC_A])[0]))
       fail("WGMMA: a matrix descriptor differs between lanes");
-  const auto touched = [&](int slot) {
-    if (w.in_flight[slot / 32] & kTouched)
-      fail("WGMMA: no wgmma.fence between an access to a register and the wgmma.mma_async that uses it");
-  };
   if (arg[RS]) {
     for (int i = 0; i < 4; i++) {
       const int slot = arg[DESC_A + i];
-      touched(slot);
       if (w.in_flight[slot / 32] & kWritten) fail("WGMMA: A registers are an accumulator in flight");
       op.a.insert(op.a.end(), w.r(slot), w.r(slot) + 32);
     }
@@ -170,7 +166,6 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
   bool in_chain = false;
   for (int i = 0; i < count; i++) {
     const uint8_t state = w.in_flight[arg[first + i] / 32];
-    touched(arg[first + i]);
     if (state & kRead) fail("WGMMA: the accumulator is an A operand in flight");
     if (i == 0) in_chain = state & kWritten;
     else if (in_chain != ((state & kWritten) != 0)) fail("WGMMA: accumulators in flight overlap in part");
@@ -243,11 +238,9 @@ void retire_wgmmas(Warp& w, size_t allowed) {
     }
     w.wgmma_groups.pop_front();
   }
-  // Registers that are not part of a wgmma still in flight are free, and need a fence before the next one.
-  for (int slot : retired) {
-    w.in_flight[slot / 32] = kTouched;
-    w.touched.push_back(slot);
-  }
+  if (retired.empty()) return;
+  for (int slot : retired) w.in_flight[slot / 32] = 0;
+  w.wgmma_fenced = false;
   w.any_in_flight = false;
   const auto mark = [&](WgmmaOp& op) {
     const Insn& in = *op.insn;
@@ -263,8 +256,6 @@ void retire_wgmmas(Warp& w, size_t allowed) {
 
 static Step fence_registers(Warp& w, const Insn&, uint32_t) {
   w.wgmma_fenced = true;
-  for (int slot : w.touched) w.in_flight[slot / 32] &= uint8_t(~kTouched);
-  w.touched.clear();
   return Step::kNext;
 }
 static Step commit(Warp& w, const Insn&, uint32_t) {
