@@ -12,38 +12,15 @@ from typing import Any
 import numpy as np
 
 from .library import library
-from .program import SHARED_BASE, Lowering, Reg
+from .program import SHARED_BASE, Lowering
 from .ptx import Module, Symbol, parse
+from .registers import assign_slots
 
 __all__ = ["LoadedModule", "Program"]
 
 
 def words(values: Any) -> np.ndarray:
     return np.array(values, np.int64).astype(np.int32, casting="unsafe")
-
-
-def assign_slots(low: Lowering) -> int:
-    """Gives every register a place in a warp's file; returns the file's words."""
-    seen: dict[int, Reg] = {}
-    fixed = [*low.consts.values(), *low.specials.values(), *low.junk]
-    for insn in low.code:
-        for a in insn.args:
-            if isinstance(a, tuple):
-                seen.setdefault(id(a[0]), a[0])
-        if insn.pred is not None:
-            seen.setdefault(id(insn.pred), insn.pred)
-    for reg in fixed:
-        seen.setdefault(id(reg), reg)
-    at = 0
-    for reg in (r for r in seen.values() if r.width == 0):
-        reg.slot = at
-        at += 1
-    at = -(-at // 64) * 64
-    for width in (2, 1):
-        for reg in (r for r in seen.values() if r.width == width):
-            reg.slot = at
-            at += 32 * width
-    return at
 
 
 @dataclass

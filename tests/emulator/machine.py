@@ -16,7 +16,7 @@ from .report import EmulatorError, Report
 __all__ = ["launch", "pack_params"]
 
 STATS = ["uninitialised", "global_read", "global_written", "shared_read", "shared_written"]
-STATS += ["local_bytes", "wavefronts", "steps", "switches"]
+STATS += ["local_bytes", "wavefronts", "steps", "switches", "left_arrived"]
 
 
 def pack_params(program: Program, args: Sequence[Any]) -> np.ndarray:

@@ -130,6 +130,7 @@ static Record of_cell(const Warp& w, const SharedCell& c) {
 static Record of_mark(const Warp& w, const ReadMark& m, int warp) {
   Record r;
   r.clock = m.clock; r.pc = m.pc; r.cta = w.cta->index; r.warp = uint8_t(warp); r.lane = m.lane; r.strong = m.strong;
+  r.converged = m.converged;
   return r;
 }
 
@@ -156,6 +157,7 @@ static void mark_read(Warp& w, int cell, int lane, int how) {
   m.clock = w.clock;
   m.pc = w.pc;
   m.strong = (how & kStrong) != 0;
+  m.converged = w.converged;
 }
 
 void check_shared_read(Warp& w, uint32_t addr, uint32_t bytes, int lane, int how) {

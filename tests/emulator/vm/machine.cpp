@@ -193,6 +193,7 @@ void Machine::run_warp(Warp& w) {
       if (need & ~m) fail("DIVERGENT: lanes 0x%08x do not take part in a collective (active: 0x%08x)", need & ~m, m);
     }
     if (w.any_in_flight && (in.kind & kTouches)) touch(w, in);
+    w.converged = m == w.live;
     cfg.hits[path.pc]++;
     cfg.stats[kSteps]++;
     idle_steps++;
@@ -243,10 +244,8 @@ void Machine::finish_cta(Cta& cta) {
       if (cta.warps[g]->wgmma_count != cta.warps[g + i]->wgmma_count)
         fail("WGMMA: the warps of a warpgroup executed %llu and %llu wgmma.mma_async", (unsigned long long)cta.warps[g]->wgmma_count,
              (unsigned long long)cta.warps[g + i]->wgmma_count);
-  for (int i = 0; i < kBarriers; i++)
-    if (cta.barriers[i].arrived)
-      fail("BARRIER: the CTA ends with %d of %d threads arrived at barrier %d, at @%d@", cta.barriers[i].arrived,
-           cta.barriers[i].expected, i, cta.barriers[i].who[0].second);
+  // A bar.arrive that nobody waits for is legal; the hardware forgets it.
+  for (const Barrier& b : cta.barriers) cfg.stats[kLeftArrived] += b.arrived;
 }
 
 std::string Machine::census() {

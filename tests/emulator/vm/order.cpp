@@ -83,7 +83,7 @@ bool ordered(Warp& w, int lane, const Record& rec, bool async_proxy) {
     each_lane(w.live, [&](int l) { low = std::min(low, w.floor[l]); });
     return rec.clock < low;
   }
-  return o.seen.warp[rec.warp].covers(rec.lane, rec.clock) &&
+  return o.seen.warp[rec.warp].covers(rec.converged ? kAnyLane : rec.lane, rec.clock) &&
          (!proxied_needed || o.proxied.warp[rec.warp].covers(rec.lane, rec.clock));
 }
 

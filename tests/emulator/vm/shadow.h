@@ -16,6 +16,9 @@ struct Record {  // one access
   int64_t cta = 0;
   uint8_t warp = 0, lane = 0;
   bool strong = false, generic = false;  // of the generic proxy
+  // A shared-memory read by the whole warp at once: done before any lane goes on, so that a later release by
+  // one lane covers it. Between lanes of the warp itself it orders nothing.
+  bool converged = false;
 };
 
 struct SharedCell {
@@ -29,9 +32,10 @@ struct SharedCell {
 
 struct ReadMark {  // a warp's last read of a cell
   uint32_t clock = 0;
-  int32_t pc : 25;
+  int32_t pc : 24;
   uint32_t lane : 6;
   uint32_t strong : 1;
+  uint32_t converged : 1;
 };
 
 struct SharedShadow {

@@ -156,6 +156,7 @@ struct Warp {
   std::deque<std::vector<WgmmaOp>> wgmma_groups;
   std::vector<uint8_t> in_flight;  // by slot / 32: 1 read by a wgmma, 2 written by one
   uint64_t wgmma_count = 0;
+  bool converged = true;  // the running instruction is executed by all live lanes
   bool wgmma_fenced = false, any_in_flight = false;
 
   uint32_t* r(int slot) { return file.data() + slot; }
@@ -237,7 +238,7 @@ struct Launch {  // 64-bit fields only; the front end passes an array
   uint64_t *read_bytes, *write_bytes;  // [region]
 };
 enum Stat { kUninitialised, kGlobalRead, kGlobalWritten, kSharedRead, kSharedWritten, kLocalBytes,
-            kWavefronts, kSteps, kSwitches, kStats = 16 };
+            kWavefronts, kSteps, kSwitches, kLeftArrived, kStats = 16 };
 
 struct Machine {
   const Program& prog;
