@@ -16,7 +16,7 @@ Record record(Warp& w, int lane, int how) {
   Record r;
   r.clock = w.clock;
   r.pc = w.pc;
-  r.cta = w.cta->index;
+  r.cta = int32_t(w.cta->index);
   r.warp = uint8_t(w.id);
   r.lane = uint8_t(lane);
   r.strong = how & kStrong;
@@ -107,34 +107,34 @@ Target resolve(Warp& w, Space space, uint64_t addr, uint32_t bytes, int lane, bo
 // ---- races
 [[noreturn]] static void race(Warp& w, const char* what, uint64_t addr, bool shared, int lane, const Record& other) {
   char who[64], mine[32];
-  const int64_t cta = other.cta;
+  const long long cta = other.cta;
   if (other.warp >= kMbarrierWriter) {
     snprintf(who, sizeof who, "a copy on mbarrier #%d", other.warp - kMbarrierWriter);
   } else if (other.lane < 32) {
-    snprintf(who, sizeof who, "CTA %lld warp %d lane %d", (long long)cta, other.warp, other.lane);
+    snprintf(who, sizeof who, "CTA %lld warp %d lane %d", cta, other.warp, other.lane);
   } else {
-    snprintf(who, sizeof who, "CTA %lld warp %d", (long long)cta, other.warp);
+    snprintf(who, sizeof who, "CTA %lld warp %d", cta, other.warp);
   }
   if (lane < 32) snprintf(mine, sizeof mine, " (lane %d)", lane); else mine[0] = 0;
   fail("RACE: %s at %s address 0x%llx%s; the other access was by %s at @%d@", what, shared ? "shared" : "global",
        (unsigned long long)addr, mine, who, other.pc);
 }
 
-static Record of_cell(const Warp& w, const SharedCell& c) {
+static inline Record of_cell(const Warp& w, const SharedCell& c) {
   Record r;
-  r.clock = c.clock; r.pc = c.pc; r.cta = w.cta->index; r.warp = c.warp; r.lane = c.lane;
+  r.clock = c.clock; r.pc = c.pc; r.cta = int32_t(w.cta->index); r.warp = c.warp; r.lane = c.lane;
   r.strong = c.strong; r.generic = c.generic;
   return r;
 }
 
 static Record of_mark(const Warp& w, const ReadMark& m, int warp) {
   Record r;
-  r.clock = m.clock; r.pc = m.pc; r.cta = w.cta->index; r.warp = uint8_t(warp); r.lane = m.lane; r.strong = m.strong;
+  r.clock = m.clock; r.pc = m.pc; r.cta = int32_t(w.cta->index); r.warp = uint8_t(warp); r.lane = m.lane; r.strong = m.strong;
   r.converged = m.converged;
   return r;
 }
 
-static bool clean_read(Warp& w, const SharedCell& c, int lane, int how) {
+static inline bool clean_read(Warp& w, const SharedCell& c, int lane, int how) {
   if (!c.clock || (c.strong && (how & kStrong))) return true;
   if (c.warp == w.id && (c.lane == lane || (c.lane == kManyLanes && lane < 32)) && !(how & kAsync)) return true;
   return ordered(w, lane, of_cell(w, c), how & kAsync);
@@ -146,8 +146,8 @@ static void bad_read(Warp& w, const SharedCell& c, uint32_t addr, int lane, int 
                          : "read not ordered after a write", addr, true, lane, of_cell(w, c));
 }
 
-static void mark_read(Warp& w, int cell, int lane, int how) {
-  ReadMark& m = w.cta->shadow.reads[cell * w.cta->shadow.warps + w.id];
+static inline void mark_read(Warp& w, int cell, int lane, int how) {
+  ReadMark& m = w.cta->shadow.mark(cell, w.id);
   const uint32_t who = m.clock == w.clock && m.lane != uint32_t(lane) && lane < 32 ? uint32_t(kManyLanes) : lane;
   if (m.clock && m.clock != w.clock && m.lane != uint32_t(lane) && lane < 32 && !(m.clock < w.floor[lane])) {
     m.lane = kManyLanes;
@@ -183,7 +183,7 @@ static void write_checks(Warp& w, int i, uint32_t addr, int lane, int how) {
       race(w, "write not ordered after a write", addr, true, lane, of_cell(w, c));
   }
   for (int q = 0; q < s.warps; q++) {
-    const ReadMark& m = s.reads[i * s.warps + q];
+    const ReadMark& m = s.mark(i, q);
     if (!m.clock || (m.strong && (how & kStrong))) continue;
     if (q == w.id && m.lane == uint32_t(lane)) continue;
     if (!ordered(w, lane, of_mark(w, m, q), false))
@@ -196,7 +196,7 @@ static void set_writer(SharedCell& c, const Record& r) {
 }
 
 static void clear_reads(SharedShadow& s, int i) {
-  for (int q = 0; q < s.warps; q++) s.reads[i * s.warps + q].clock = 0;
+  for (int q = 0; q < s.warps; q++) s.mark(i, q).clock = 0;
 }
 
 void check_shared_write(Warp& w, uint32_t addr, uint32_t bytes, int lane, int how) {

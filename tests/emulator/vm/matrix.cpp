@@ -86,23 +86,24 @@ static Step mma(Warp& w, const Insn& in, uint32_t) {
     for (int l = 0; l < 32; l++)
       for (int e = 0; e < PER; e++) b[l % 4 * PER + i * GROUP + e][l / 4] = B::get(r[l], e);
   }
-  for (int l = 0; l < 32; l++) {
-    const int row = l / 4, col = l % 4 * 2;
-    for (int i = 0; i < 4; i++) {
-      float& v = c[row + (i >> 1) * 8][col + (i & 1)];
-      if constexpr (HALF_ACC) v = half_to_float(w.r(dc[i >> 1])[l] >> (16 * (i & 1)) & 0xffff);
-      else v = as_float(w.r(dc[i])[l]);
-    }
+  if constexpr (HALF_ACC) {
+    for (int l = 0; l < 32; l++)
+      for (int i = 0; i < 4; i++)
+        c[l / 4 + (i >> 1) * 8][l % 4 * 2 + (i & 1)] = half_to_float(w.r(dc[i >> 1])[l] >> (16 * (i & 1)) & 0xffff);
+  } else {
+    for (int row = 0; row < 16; row++)
+      gather8(c[row], w.r(dc[row / 8 * 2]) + row % 8 * 4, w.r(dc[row / 8 * 2 + 1]) + row % 8 * 4);
   }
-  tile_mma<K, 8>(c, a, b);
-  for (int l = 0; l < 32; l++) {
-    const int row = l / 4, col = l % 4 * 2;
-    if constexpr (HALF_ACC) {
-      for (int h = 0; h < 2; h++)
-        w.r(in.arg[h])[l] = float_to_half(c[row + h * 8][col]) | float_to_half(c[row + h * 8][col + 1]) << 16;
-    } else {
-      for (int i = 0; i < 4; i++) w.r(in.arg[i])[l] = as_bits(c[row + (i >> 1) * 8][col + (i & 1)]);
-    }
+  tile_mma<K, 8>(8, c, a, b);
+  if constexpr (HALF_ACC) {
+    for (int l = 0; l < 32; l++)
+      for (int h = 0; h < 2; h++) {
+        const float* v = &c[l / 4 + h * 8][l % 4 * 2];
+        w.r(in.arg[h])[l] = float_to_half(v[0]) | float_to_half(v[1]) << 16;
+      }
+  } else {
+    for (int row = 0; row < 16; row++)
+      scatter8(c[row], w.r(in.arg[row / 8 * 2]) + row % 8 * 4, w.r(in.arg[row / 8 * 2 + 1]) + row % 8 * 4);
   }
   return Step::kNext;
 }

@@ -17,7 +17,7 @@ Mbarrier& mbarrier(Warp& w, uint32_t addr, int lane, const char* what) {
   Mbarrier& b = w.cta->mbarriers[it->second];
   if (w.vm->check) {
     Record r;
-    r.clock = b.init_clock; r.pc = b.init_pc; r.cta = w.cta->index; r.warp = uint8_t(b.init_warp); r.lane = uint8_t(b.init_lane);
+    r.clock = b.init_clock; r.pc = b.init_pc; r.cta = int32_t(w.cta->index); r.warp = uint8_t(b.init_warp); r.lane = uint8_t(b.init_lane);
     if (!ordered(w, lane, r, false))
       fail("RACE: %s at shared address %u is not ordered after its mbarrier.init at @%d@", what, addr, b.init_pc);
   }

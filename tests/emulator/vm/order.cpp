@@ -18,9 +18,7 @@ static Entry own_entry(const Warp& w, uint32_t mask) {
     e.all = w.clock;
     return e;
   }
-  uint32_t low = w.clock;
-  each_lane(w.live, [&](int l) { low = std::min(low, w.floor[l]); });
-  e.all = low - 1;
+  e.all = w.low_floor - 1;
   e.some = w.clock;
   e.mask = mask;
   return e;
@@ -32,6 +30,11 @@ Order release(Warp& w, uint32_t mask) {
   o.seen.warp[w.id] = own_entry(w, mask);
   w.clock++;
   return o;
+}
+
+static void update_floor(Warp& w) {
+  w.low_floor = ~0u;
+  each_lane(w.live, [&](int l) { w.low_floor = std::min(w.low_floor, w.floor[l]); });
 }
 
 void acquire(Warp& w, const Order& o, uint32_t mask) {
@@ -46,7 +49,9 @@ void acquire(Warp& w, const Order& o, uint32_t mask) {
   }
   const Entry& mine = o.seen.warp[w.id];
   const uint32_t known = std::max(mine.all, mine.some) + 1;
-  if (known > 1) each_lane(mask, [&](int l) { w.floor[l] = std::max(w.floor[l], known); });
+  if (known <= 1) return;
+  each_lane(mask, [&](int l) { w.floor[l] = std::max(w.floor[l], known); });
+  update_floor(w);
 }
 
 // The lanes of `mask` have met: each is ordered after what the others did.
@@ -54,6 +59,7 @@ void warp_sync(Warp& w, uint32_t mask) {
   if (!w.vm->check) return;
   w.clock++;
   each_lane(mask, [&](int l) { w.floor[l] = w.clock; });
+  update_floor(w);
   if (!(w.partial_mask & mask)) return;
   if ((mask & w.live) == w.live) {
     w.base.join(w.partial, nw(w), nm(w));
@@ -63,28 +69,13 @@ void warp_sync(Warp& w, uint32_t mask) {
   }
 }
 
-bool ordered(Warp& w, int lane, const Record& rec, bool async_proxy) {
-  if (!rec.clock) return true;
+bool ordered_elsewhere(Warp& w, int lane, const Record& rec, bool async_proxy) {
   const Order& o = view(w, lane);
-  const bool proxied_needed = async_proxy && rec.generic;
-  if (rec.cta != w.cta->index) {
-    if (!o.foreign) return false;
-    const auto it = o.foreign->known.find(uint64_t(rec.cta) * kMaxWarps + rec.warp);
-    if (it == o.foreign->known.end()) return false;
-    return it->second.first.covers(rec.lane, rec.clock) &&
-           (!proxied_needed || it->second.second.covers(rec.lane, rec.clock));
-  }
-  if (rec.warp >= kMbarrierWriter) return o.seen.mbar[rec.warp - kMbarrierWriter] >= rec.clock;
-  if (rec.warp == w.id) {
-    if (proxied_needed && !o.proxied.warp[w.id].covers(rec.lane, rec.clock)) return false;
-    if (rec.lane == lane || rec.lane == kAnyLane) return true;
-    if (lane < 32) return rec.clock < w.floor[lane];
-    uint32_t low = ~0u;
-    each_lane(w.live, [&](int l) { low = std::min(low, w.floor[l]); });
-    return rec.clock < low;
-  }
-  return o.seen.warp[rec.warp].covers(rec.converged ? kAnyLane : rec.lane, rec.clock) &&
-         (!proxied_needed || o.proxied.warp[rec.warp].covers(rec.lane, rec.clock));
+  if (!o.foreign) return false;
+  const auto it = o.foreign->known.find(uint64_t(rec.cta) * kMaxWarps + rec.warp);
+  if (it == o.foreign->known.end()) return false;
+  return it->second.first.covers(rec.lane, rec.clock) &&
+         (!async_proxy || !rec.generic || it->second.second.covers(rec.lane, rec.clock));
 }
 
 // ---- fences and strong accesses

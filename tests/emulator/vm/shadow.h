@@ -2,6 +2,7 @@
 // accesses are smaller.
 #pragma once
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <unordered_map>
 #include <vector>
@@ -13,12 +14,15 @@ constexpr uint8_t kMbarrierWriter = 64;  // + slot: written by copies that compl
 struct Record {  // one access
   uint32_t clock = 0;  // 0: none
   int32_t pc = 0;
-  int64_t cta = 0;
+  int32_t cta = 0;
   uint8_t warp = 0, lane = 0;
-  bool strong = false, generic = false;  // of the generic proxy
+  bool strong = false;
+  bool generic : 1;  // of the generic proxy
   // A shared-memory read by the whole warp at once: done before any lane goes on, so that a later release by
   // one lane covers it. Between lanes of the warp itself it orders nothing.
-  bool converged = false;
+  bool converged : 1;
+
+  Record() : generic(false), converged(false) {}
 };
 
 struct SharedCell {
@@ -32,7 +36,7 @@ struct SharedCell {
 
 struct ReadMark {  // a warp's last read of a cell
   uint32_t clock = 0;
-  int32_t pc : 24;
+  uint32_t pc : 24;
   uint32_t lane : 6;
   uint32_t strong : 1;
   uint32_t converged : 1;
@@ -41,22 +45,22 @@ struct ReadMark {  // a warp's last read of a cell
 struct SharedShadow {
   int warps = 0;
   std::vector<SharedCell> cells;  // 16-byte cells, then groups of four smaller ones
-  std::vector<ReadMark> reads;    // [cell][warp]
+  std::vector<std::vector<ReadMark>> reads;  // [warp][cell]: a warp's reads of neighbours share cache lines
 
   void init(uint32_t bytes, int num_warps) {
     warps = num_warps;
     cells.resize(bytes / 16 + 1);
-    reads.resize(cells.size() * warps);
+    reads.assign(warps, std::vector<ReadMark>(cells.size()));
   }
+
+  ReadMark& mark(int cell, int warp) { return reads[warp][cell]; }
 
   int split(int cell) {
     if (cells[cell].child < 0) {
       const int first = int(cells.size());
       SharedCell copy = cells[cell];
       cells.resize(first + 4, copy);
-      reads.resize(cells.size() * warps);
-      for (int i = 0; i < 4; i++)
-        for (int w = 0; w < warps; w++) reads[(first + i) * warps + w] = reads[cell * warps + w];
+      for (auto& r : reads) r.resize(cells.size(), ReadMark(r[cell]));
       cells[cell].child = first;
     }
     return cells[cell].child;
@@ -93,7 +97,7 @@ struct GlobalShadow {
     GlobalCell cells[256];
   };
   std::unordered_map<uint64_t, std::unique_ptr<Page>> pages;
-  std::vector<GlobalCell> pool;
+  std::deque<GlobalCell> pool;
   uint64_t last = ~0ull;
   Page* page = nullptr;
 

@@ -170,7 +170,7 @@ void perform_request(Cta& cta, const TensorRequest& t) {
   Record r;
   r.clock = uint32_t(b.phase) + 1;
   r.pc = t.pc;
-  r.cta = cta.index;
+  r.cta = int32_t(cta.index);
   r.warp = uint8_t(kMbarrierWriter + b.slot);
   land_shared_write(w, t.dst, t.bytes, r);
   b.tx -= t.bytes;

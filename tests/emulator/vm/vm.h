@@ -143,6 +143,7 @@ struct Warp {
   Order base, partial;         // known to all lanes; in addition to those of partial_mask
   uint32_t partial_mask = 0, clock = 1;
   uint32_t floor[32];          // accesses of this warp before that clock are ordered before the lane
+  uint32_t low_floor = 1;      // the lowest of the live lanes
   Order fence_gpu, fence_cta;  // at the last fence: what a relaxed write then releases
   Order seen_gpu, seen_cta;    // read by relaxed loads: what a fence then acquires
   bool fenced_gpu = false, fenced_cta = false, pending_gpu = false, pending_cta = false;
@@ -193,7 +194,6 @@ struct TensorRequest {  // a copy into shared memory, or an arrival, that comple
   int coord[5];
   int warp, lane;
   int32_t pc;
-  Order order;
 };
 
 struct Cta {
@@ -279,11 +279,25 @@ Order& view(Warp&, int lane);  // what the lane knows
 Order release(Warp&, uint32_t mask);
 void acquire(Warp&, const Order&, uint32_t mask);
 void warp_sync(Warp&, uint32_t mask);
-bool ordered(Warp&, int lane, const Record&, bool async_proxy);
+bool ordered_elsewhere(Warp&, int lane, const Record&, bool async_proxy);
 void fence(Warp&, uint32_t mask, Scope);
 void proxy_fence(Warp&, uint32_t mask);
 void strong_write(Warp&, uint32_t mask, uint64_t addr, Ordering, Scope);
 void strong_read(Warp&, uint32_t mask, uint64_t addr, Ordering, Scope);
+
+// Whether the lane is ordered after an access; `async_proxy`: through a proxy fence, if it needs one.
+inline bool ordered(Warp& w, int lane, const Record& rec, bool async_proxy) {
+  if (!rec.clock) return true;
+  if (rec.cta != w.cta->index) return ordered_elsewhere(w, lane, rec, async_proxy);
+  const Order& o = lane < 32 && (w.partial_mask >> lane & 1) ? w.partial : w.base;
+  if (rec.warp >= kMbarrierWriter) return o.seen.mbar[rec.warp - kMbarrierWriter] >= rec.clock;
+  if (async_proxy && rec.generic && !o.proxied.warp[rec.warp].covers(rec.lane, rec.clock)) return false;
+  if (rec.warp == w.id) {
+    if (rec.lane == lane || rec.lane == kAnyLane) return true;
+    return rec.clock < (lane < 32 ? w.floor[lane] : w.low_floor);
+  }
+  return o.seen.warp[rec.warp].covers(rec.converged ? kAnyLane : rec.lane, rec.clock);
+}
 
 // ---- access.cpp: checked memory accesses of one lane (kManyLanes, kAnyLane: of the warp)
 struct Target {

@@ -12,7 +12,6 @@ constexpr int kRead = 1, kWritten = 2;
 
 static int first_acc(const Insn& in) { return DESC_A + (in.arg[RS] ? 4 : 1); }
 static int num_acc(const Insn& in) { return in.arg[N_] / (in.arg[HALF] ? 4 : 2); }
-static int elem_bytes(int type) { return type >= W_E4M3 ? 1 : 2; }
 
 struct Descriptor {
   uint32_t start, lead, stride, mode;  // mode 0 none, 1 32, 2 64, 3 128 bytes
@@ -37,13 +36,6 @@ struct Descriptor {
   }
 };
 
-static float element(const uint8_t* p, int type, int e) {
-  if (type >= W_E4M3) return type == W_E4M3 ? e4m3_to_float(p[e]) : e5m2_to_float(p[e]);
-  uint16_t v;
-  memcpy(&v, p + 2 * e, 2);
-  return type == W_F16 ? half_to_float(v) : bf16_to_float(v);
-}
-
 // Calls f(shared address) for all chunks that this warp reads of an operand of `rows` rows (columns of B).
 template <class F>
 static void chunks(uint64_t desc, bool mn, int first_row, int rows, F f) {
@@ -57,86 +49,107 @@ static void chunks(uint64_t desc, bool mn, int first_row, int rows, F f) {
   }
 }
 
-template <int K, int N>
-static void compute(Warp& w, const WgmmaOp& op) {
-  const Insn& in = *op.insn;
-  const int32_t* const arg = in.arg;
+constexpr int kMaxN = 256 + 8;  // a stride that does not fall on the same cache sets
+
+// Rows of A: 16 of the warp; B as [k][n].
+template <class E, int K>
+static void load_a(Warp& w, const WgmmaOp& op, float (*a)[K]) {
   const uint8_t* const smem = w.cta->smem.data();
-  alignas(32) float a[16][K], b[K][N], c[16][N];
-  const int ta = arg[TYPE_A], tb = arg[TYPE_B], row0 = (w.id & 3) * 16;
+  const int32_t* const arg = op.insn->arg;
+  const int row0 = (w.id & 3) * 16, per = E::kPerRegister;
   if (arg[RS]) {
-    const int per = ta >= W_E4M3 ? 4 : 2, group = 4 * per;
     for (int i = 0; i < 4; i++)
-      for (int l = 0; l < 32; l++) {
-        const uint32_t r = op.a[i * 32 + l];
+      for (int l = 0; l < 32; l++)
         for (int e = 0; e < per; e++)
-          a[l / 4 + (i & 1) * 8][l % 4 * per + (i >> 1) * group + e] =
-              element(reinterpret_cast<const uint8_t*>(&r), ta, e);
+          a[l / 4 + (i & 1) * 8][l % 4 * per + (i >> 1) * 4 * per + e] = E::get(op.a[i * 32 + l], e);
+  } else if (arg[TRANS_A]) {
+    const Descriptor d(op.desc_a);
+    float t[E::kPer16];
+    for (int k = 0; k < K; k++)
+      for (int j = 0; j < 2; j++) {
+        E::decode(smem + d.mn_major(row0 / 8 + j, k), t);
+        for (int e = 0; e < 8; e++) a[j * 8 + e][k] = t[e];
       }
   } else {
     const Descriptor d(op.desc_a);
-    const int per = 16 / elem_bytes(ta);
-    if (arg[TRANS_A]) {
-      for (int k = 0; k < K; k++)
-        for (int j = 0; j < 2; j++)
-          for (int e = 0; e < 8; e++) a[j * 8 + e][k] = element(smem + d.mn_major(row0 / 8 + j, k), ta, e);
-    } else {
-      for (int r = 0; r < 16; r++)
-        for (int h = 0; h < 2; h++)
-          for (int e = 0; e < per; e++) a[r][h * per + e] = element(smem + d.k_major(row0 + r, h), ta, e);
-    }
+    for (int r = 0; r < 16; r++)
+      for (int h = 0; h < 2; h++) E::decode(smem + d.k_major(row0 + r, h), &a[r][h * E::kPer16]);
   }
+  if (arg[SCALE_A] * arg[SCALE_B] < 0)
+    for (int r = 0; r < 16; r++)
+      for (int k = 0; k < K; k++) a[r][k] = -a[r][k];
+}
+template <class E, int K>
+static void load_b(Warp& w, const WgmmaOp& op, float (*b)[kMaxN]) {
+  const uint8_t* const smem = w.cta->smem.data();
   const Descriptor d(op.desc_b);
-  const int per = 16 / elem_bytes(tb);
-  if (arg[TRANS_B]) {
+  const int n = op.insn->arg[N_];
+  if (op.insn->arg[TRANS_B]) {
     for (int k = 0; k < K; k++)
-      for (int j = 0; j < N / 8; j++) {
-        const uint8_t* p = smem + d.mn_major(j, k);
-        for (int e = 0; e < 8; e++) b[k][j * 8 + e] = element(p, tb, e);
-      }
+      for (int j = 0; j < n / 8; j++) E::decode(smem + d.mn_major(j, k), &b[k][j * 8]);
+    return;
+  }
+  for (int i = 0; i < n; i++)
+    for (int h = 0; h < 2; h++) {
+      float t[E::kPer16];
+      E::decode(smem + d.k_major(i, h), t);
+      for (int e = 0; e < E::kPer16; e++) b[h * E::kPer16 + e][i] = t[e];
+    }
+}
+
+// Registers of two fp16 values: row and first column of each.
+template <class F>
+static void each_half(Warp& w, const int32_t* acc, int n, F f) {
+  for (int i = 0; i < n / 4; i++)
+    for (int l = 0; l < 32; l++) f(w.r(acc[i])[l], l / 4 + (i & 1) * 8, (i >> 1) * 8 + l % 4 * 2);
+}
+
+template <class EA, class EB>
+static void compute(Warp& w, const WgmmaOp& op) {
+  constexpr int K = 2 * EA::kPer16;
+  const Insn& in = *op.insn;
+  const int n = in.arg[N_];
+  alignas(64) float a[16][K], b[K][kMaxN], c[16][kMaxN];
+  load_a<EA, K>(w, op, a);
+  load_b<EB, K>(w, op, b);
+  const int32_t* acc = in.arg + first_acc(in);
+  const bool half = in.arg[HALF];
+  if (!op.scale) {
+    for (auto& row : c) std::fill_n(row, n, 0.f);
+  } else if (half) {
+    each_half(w, acc, n, [&](uint32_t& r, int row, int col) {
+      c[row][col] = half_to_float(r & 0xffff);
+      c[row][col + 1] = half_to_float(r >> 16);
+    });
   } else {
-    for (int n = 0; n < N; n++)
-      for (int h = 0; h < 2; h++) {
-        const uint8_t* p = smem + d.k_major(n, h);
-        for (int e = 0; e < per; e++) b[h * per + e][n] = element(p, tb, e);
+    for (int q = 0; q < n / 8; q++)
+      for (int row = 0; row < 16; row++) {
+        const int32_t* slot = acc + q * 4 + row / 8 * 2;
+        gather8(&c[row][q * 8], w.r(slot[0]) + row % 8 * 4, w.r(slot[1]) + row % 8 * 4);
       }
   }
-  const float sign = float(arg[SCALE_A] * arg[SCALE_B]);
-  if (sign < 0)
-    for (auto& row : a)
-      for (float& v : row) v = -v;
-  const int32_t* acc = arg + first_acc(in);
-  const bool half = arg[HALF];
-  for (int i = 0; i < N / 2; i++) {
-    const uint32_t* r = w.r(acc[half ? i / 2 : i]);
-    for (int l = 0; l < 32; l++) {
-      float v = 0;
-      if (op.scale) v = half ? half_to_float(r[l] >> (16 * (i & 1)) & 0xffff) : as_float(r[l]);
-      c[l / 4 + (i >> 1 & 1) * 8][(i >> 2) * 8 + l % 4 * 2 + (i & 1)] = v;
-    }
-  }
-  tile_mma<K, N>(c, a, b);
-  for (int i = 0; i < N / 2; i++) {
-    uint32_t* r = w.r(acc[half ? i / 2 : i]);
-    for (int l = 0; l < 32; l++) {
-      const float v = c[l / 4 + (i >> 1 & 1) * 8][(i >> 2) * 8 + l % 4 * 2 + (i & 1)];
-      if (!half) r[l] = as_bits(v);
-      else if (i & 1) r[l] = (r[l] & 0xffff) | float_to_half(v) << 16;
-      else r[l] = (r[l] & 0xffff0000) | float_to_half(v);
-    }
+  tile_mma<K, kMaxN>(n, c, a, b);
+  if (half) {
+    each_half(w, acc, n, [&](uint32_t& r, int row, int col) {
+      r = float_to_half(c[row][col]) | float_to_half(c[row][col + 1]) << 16;
+    });
+  } else {
+    for (int q = 0; q < n / 8; q++)
+      for (int row = 0; row < 16; row++) {
+        const int32_t* slot = acc + q * 4 + row / 8 * 2;
+        scatter8(&c[row][q * 8], w.r(slot[0]) + row % 8 * 4, w.r(slot[1]) + row % 8 * 4);
+      }
   }
 }
 
-template <int K>
-static void compute_n(Warp& w, const WgmmaOp& op) {
-#define CASE(N) case N: return compute<K, N>(w, op);
-  switch (op.insn->arg[N_]) {
-    CASE(8) CASE(16) CASE(24) CASE(32) CASE(40) CASE(48) CASE(56) CASE(64) CASE(72) CASE(80) CASE(88) CASE(96) CASE(104)
-    CASE(112) CASE(120) CASE(128) CASE(136) CASE(144) CASE(152) CASE(160) CASE(168) CASE(176) CASE(184) CASE(192)
-    CASE(200) CASE(208) CASE(216) CASE(224) CASE(232) CASE(240) CASE(248) CASE(256)
-  }
-#undef CASE
-  fail("WGMMA: N = %d", op.insn->arg[N_]);
+static void compute_any(Warp& w, const WgmmaOp& op) {
+  const int a = op.insn->arg[TYPE_A], b = op.insn->arg[TYPE_B];
+  if (a == W_F16) compute<EF16, EF16>(w, op);
+  else if (a == W_BF16) compute<EBF16, EBF16>(w, op);
+  else if (a == W_E4M3 && b == W_E4M3) compute<EE4M3, EE4M3>(w, op);
+  else if (a == W_E4M3) compute<EE4M3, EE5M2>(w, op);
+  else if (b == W_E4M3) compute<EE5M2, EE4M3>(w, op);
+  else compute<EE5M2, EE5M2>(w, op);
 }
 
 static Step issue(Warp& w, const Insn& in, uint32_t) {
@@ -207,8 +220,7 @@ static void finish(Warp& w, WgmmaOp& op, std::vector<WgmmaOp*>& later) {
   w.pc = op.pc;
   for (const auto& [addr, bytes] : op.reads) land_shared_read(w, addr, bytes, kAnyLane);
   w.pc = pc;
-  if (in.arg[TYPE_A] >= W_E4M3) compute_n<32>(w, op);
-  else compute_n<16>(w, op);
+  compute_any(w, op);
   for (WgmmaOp* next : later) {
     if (next->first || !same_accumulator(op, *next)) continue;
     next->first = true;  // it is still in flight: its accumulator goes back to poison
