@@ -77,7 +77,7 @@ class EmulatedDevice:
         self.launches = 0
         self._keep = keep_reports
         self._lock = threading.Lock()
-        self._kernels: dict[Any, Program] = {}
+        self.kernels: dict[Any, Program] = {}
 
     # ---- the seam
     @property
@@ -92,11 +92,11 @@ class EmulatedDevice:
         from cupyflash.runtime.compile import kernel_source
 
         with self._lock:
-            if variant not in self._kernels:
+            if variant not in self.kernels:
                 source, options = kernel_source(variant)
                 program = self.compile_source(source, options, variant.source)
-                self._kernels[variant] = program.program(variant.symbol)
-            return self._kernels[variant]
+                self.kernels[variant] = program.program(variant.symbol)
+            return self.kernels[variant]
 
     def launch(self, kernel: Program, plan: Any, args: Any, stream: int | None = None) -> None:
         arrays = [a for a in args.arrays if isinstance(a, np.ndarray)]
@@ -134,6 +134,9 @@ class EmulatedDevice:
 
     def is_capturing(self, stream: int | None = None) -> bool:
         return False
+
+    def current_stream(self) -> int:
+        return 0
 
     # ---- without a plan
     def compile_source(
@@ -198,6 +201,6 @@ def emulated(
     from cupyflash.runtime.device import use_device
 
     device = EmulatedDevice(arch, num_sms, seed, **options)
-    device._kernels = _shared.setdefault(arch, {})
+    device.kernels = _shared.setdefault(arch, {})
     with use_device(device):
         yield device

@@ -73,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)  // without the 1, ptxas ig
 #endif
 #pragma unroll
       for (int k = 0; k < 4; k++)
-        px::wgmma64_ss<0>(s, px::sdesc(sQ + k * 32, 16, 1024), px::sdesc(sK + st * TILE + k * 32, 16, 1024), k > 0);
+        px::wgmma64_ss<0>(s, px::sdesc(sQ + k * 32, 16, 1024), px::sdesc(sK + st * TILE + k * 32, 16, 1024) ^ (BUG == 8 ? 1ull << 63 | 1ull << 62 : 0), k > 0);
       px::wg_commit();
 #if BUG != 1
       px::wg_wait<0>();
@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)  // without the 1, ptxas ig
       for (int i = 0; i < 32; i++) {
         int c = c0 + (i >> 2) * 8 + (i & 1), r = r0 + ((i >> 1) & 1) * 8;
         s[i] *= scale_log2;
-        if (c >= seqlen || (CAUSAL && c > r)) s[i] = -1e30f;
+        if ((c >= seqlen && BUG != 10) || (CAUSAL && BUG != 10 && c > r)) s[i] = -1e30f;
         nm[(i >> 1) & 1] = fmaxf(nm[(i >> 1) & 1], s[i]);
       }
 #pragma unroll
@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(256, 1)  // without the 1, ptxas ig
       px::wg_fence();
 #pragma unroll
       for (int k = 0; k < 4; k++)
-        px::wgmma64_rs<1>(o, p[k], px::sdesc(sV + st * TILE + k * 2048, 8192, 1024), 1);
+        px::wgmma64_rs<1>(o, p[k], px::sdesc(sV + st * TILE + k * 2048, 8192, BUG == 9 ? 512 : 1024), 1);
       px::wg_commit();
 #if BUG == 2  // released before wgmma has read V
       if (lane == 0) px::mbar_arrive(empty + 8 * st);

@@ -239,6 +239,10 @@ void Machine::finish_cta(Cta& cta) {
   for (const Mbarrier& b : cta.mbarriers)
     if (b.valid && b.tx) fail("MBARRIER: the CTA ends with a transaction count of %lld bytes at shared address %u (initialised at @%d@)",
                               (long long)b.tx, b.addr, b.init_pc);
+  for (const Mbarrier& b : cta.mbarriers)
+    if (b.valid && (b.landed || b.unobserved))
+      fail("IN FLIGHT: the CTA ends without a wait for the last copies on the mbarrier at shared address %u (initialised at @%d@)",
+           b.addr, b.init_pc);
   for (size_t g = 0; g + 4 <= cta.warps.size(); g += 4)
     for (size_t i = 1; i < 4; i++)
       if (cta.warps[g]->wgmma_count != cta.warps[g + i]->wgmma_count)

@@ -27,6 +27,7 @@ Mbarrier& mbarrier(Warp& w, uint32_t addr, int lane, const char* what) {
 void mbarrier_complete(Cta& cta, Mbarrier& b) {
   if (b.pending || b.tx) return;
   b.phase++;
+  b.unobserved |= std::exchange(b.landed, false);
   b.pending = b.count;
   b.complete = std::move(b.current);
   b.current = Order();
@@ -143,7 +144,8 @@ static Step wait(Warp& w, const Insn& in, uint32_t m) {
     const uint32_t addr = address(w, in, 1, first_lane(left));
     uint32_t same = 0;
     each_lane(left, [&](int l) { same |= uint32_t(address(w, in, 1, l) == addr) << l; });
-    const Mbarrier& b = w.cta->mbarriers[w.cta->mbarrier_at[addr]];
+    Mbarrier& b = w.cta->mbarriers[w.cta->mbarrier_at[addr]];
+    b.unobserved = false;
     if (!(flags & 4)) acquire(w, b.complete, same);
     left &= ~same;
   }

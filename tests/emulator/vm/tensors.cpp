@@ -174,6 +174,7 @@ void perform_request(Cta& cta, const TensorRequest& t) {
   r.warp = uint8_t(kMbarrierWriter + b.slot);
   land_shared_write(w, t.dst, t.bytes, r);
   b.tx -= t.bytes;
+  b.landed = true;
   mbarrier_complete(cta, b);
 }
 

@@ -184,6 +184,8 @@ struct Mbarrier {
   uint32_t init_clock = 0;
   int32_t init_pc = 0;
   bool init_fenced = false;
+  // Copies that landed in this phase, in the last one and nobody has waited since.
+  bool landed = false, unobserved = false;
   Order current, complete;
 };
 
