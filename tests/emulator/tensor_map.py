@@ -40,7 +40,7 @@ def encode_tiled(
         What the driver answers with CUDA_ERROR_INVALID_VALUE.
     NotImplementedError
         A valid map that the emulator does not model: interleaved layouts, packed 4- and 6-bit
-        types, atoms of 128-byte swizzles.
+        types, atoms of 128-byte swizzles, an inner box narrower than its swizzle.
     """
     rank = len(shape)
     element_strides = list(element_strides or [1] * rank)
@@ -63,6 +63,8 @@ def encode_tiled(
     if swizzle:
         span = SWIZZLE_SPAN[swizzle]
         check(inner <= span, f"inner box of {inner} bytes with a swizzle of {span} bytes")
+        if inner < span:  # the rows are padded to the span in shared memory
+            raise NotImplementedError(f"inner box of {inner} bytes in a swizzle of {span} bytes")
     check(0 <= l2_promotion <= 3, f"l2 promotion {l2_promotion}")
     check(oob_fill in (0, 1), f"oob fill {oob_fill}")
     check(oob_fill == 0 or element_type in FLOATS, "NaN fill of an integer type")

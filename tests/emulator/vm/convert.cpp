@@ -126,7 +126,7 @@ static Step pair_general(Warp& w, const Insn& in, uint32_t m, const Format& f, i
   const Rounding mode = in.flags & kRz ? kToZero : kNearest;
   const auto put = [&](u32 v) {
     float x = as_float(v);
-    if ((in.flags & kRelu) && x < 0) x = 0;
+    if ((in.flags & kRelu) && x <= 0) x = 0;
     return x != x ? nan : narrow(x, f, mode, in.flags & kSatfinite);
   };
   lanes(w.r(in.arg[0]), m, [&](int l) { return put(a[l]) << bits | put(b[l]); });
@@ -136,7 +136,7 @@ static Step fp8_from_half(Warp& w, const Insn& in, uint32_t m, const Format& f, 
   const u32* a = w.r(in.arg[1]);
   const auto put = [&](u32 v) {
     float x = get(v);
-    if ((in.flags & kRelu) && x < 0) x = 0;
+    if ((in.flags & kRelu) && x <= 0) x = 0;
     return narrow(x, f, kNearest, true);
   };
   lanes(w.r(in.arg[0]), m, [&](int l) { return put(a[l] >> 16) << 8 | put(a[l] & 0xffff); });
@@ -147,7 +147,7 @@ static Step half_from_fp8(Warp& w, const Insn& in, uint32_t m) {
   const bool relu = in.flags & kRelu;
   return map1<u32, u32>(w, in, m, [=](u32 a) {
     float lo = GET(a & 255), hi = GET(a >> 8 & 255);
-    if (relu) lo = lo < 0 ? 0 : lo, hi = hi < 0 ? 0 : hi;
+    if (relu) lo = lo <= 0 ? 0 : lo, hi = hi <= 0 ? 0 : hi;
     return float_to_half(hi) << 16 | float_to_half(lo);
   });
 }

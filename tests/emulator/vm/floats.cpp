@@ -47,6 +47,7 @@ __attribute__((noinline)) static Step slow(Warp& w, const Insn& in, uint32_t m, 
     T v = m >> l & 1 ? r[l] : T(0);
     if (ftz) v = T(flush(float(v)));
     if (in.flags & kSat) v = T(saturate(float(v)));
+    if constexpr (sizeof(T) == 4) v = canonical(v);
     return pack<T>(v);
   });
   return Step::kNext;
@@ -55,14 +56,14 @@ constexpr uint32_t kSlow = kSat | kRz | kRm | kRp, kArith = kFtz | kSlow | kAppr
 
 template <class F>
 static Step f32_1(Warp& w, const Insn& in, uint32_t m, F f) {
-  if (in.flags & kFtz) return map1<f32, f32>(w, in, m, [=](f32 a) { return flush(f(flush(a))); });
-  return map1<f32, f32>(w, in, m, f);
+  if (in.flags & kFtz) return map1<f32, f32>(w, in, m, [=](f32 a) { return canonical(flush(f(flush(a)))); });
+  return map1<f32, f32>(w, in, m, [=](f32 a) { return canonical(f(a)); });
 }
 template <class F>
 static Step f32_2(Warp& w, const Insn& in, uint32_t m, F f) {
   if (in.flags & kFtz)
-    return map2<f32, f32, f32>(w, in, m, [=](f32 a, f32 b) { return flush(f(flush(a), flush(b))); });
-  return map2<f32, f32, f32>(w, in, m, f);
+    return map2<f32, f32, f32>(w, in, m, [=](f32 a, f32 b) { return canonical(flush(f(flush(a), flush(b)))); });
+  return map2<f32, f32, f32>(w, in, m, [=](f32 a, f32 b) { return canonical(f(a, b)); });
 }
 #define F1(NAME, MODS, EXPR) {NAME, "Rr", EMU_FN { return f32_1(w, in, m, [](f32 a) -> f32 { return EXPR; }); }, MODS, 0}
 #define F2S(NAME, OP, EXPR)                                                              \
@@ -80,16 +81,14 @@ static Step fma32(Warp& w, const Insn& in, uint32_t m) {
   if (in.flags & kSlow) return slow<f32>(w, in, m, FMA, 3);
   if (in.flags & kFtz)
     return map3<f32, f32, f32, f32>(w, in, m, [](f32 a, f32 b, f32 c) {
-      return flush(__builtin_fmaf(flush(a), flush(b), flush(c))); });
-  return map3<f32, f32, f32, f32>(w, in, m, [](f32 a, f32 b, f32 c) { return __builtin_fmaf(a, b, c); });
+      return canonical(flush(__builtin_fmaf(flush(a), flush(b), flush(c)))); });
+  return map3<f32, f32, f32, f32>(w, in, m, [](f32 a, f32 b, f32 c) { return canonical(__builtin_fmaf(a, b, c)); });
 }
 static Step fma64(Warp& w, const Insn& in, uint32_t m) {
   if (in.flags & kSlow) return slow<f64>(w, in, m, FMA, 3);
   return map3<f64, f64, f64, f64>(w, in, m, [](f64 a, f64 b, f64 c) { return __builtin_fma(a, b, c); });
 }
 
-constexpr float kQuietNan = __builtin_nanf("");
-inline float canonical(float v) { return v == v ? v : as_float(0x7fffffff); }
 inline float min_num(float a, float b) {
   if (a != a) return canonical(b);
   if (b != b) return a;
@@ -137,6 +136,11 @@ static inline float exp2_fast(float x) {
 static Step ex2(Warp& w, const Insn& in, uint32_t m) {
   return f32_1(w, in, m, [](f32 a) { return exp2_fast(a); });
 }
+template <uint32_t FLIP, uint32_t KEEP>
+static Step sign_bit(Warp& w, const Insn& in, uint32_t m) {
+  const bool ftz = in.flags & kFtz;
+  return map1<f32, f32>(w, in, m, [=](f32 a) { return as_float((as_bits(ftz ? flush(a) : a) ^ FLIP) & KEEP); });
+}
 static Step unary_slow(Warp& w, const Insn& in, uint32_t m, int op) { return slow<f32>(w, in, m, op, 1); }
 
 static const OpDef kOps[] = {
@@ -147,7 +151,7 @@ static const OpDef kOps[] = {
     {"min.f32", "Rrr", minmax<false>, kFtz | kNan | kXorsign, 0}, {"max.f32", "Rrr", minmax<true>, kFtz | kNan | kXorsign, 0},
     {"min.f32", "Rrrr", minmax3<false>, 0, 0}, {"max.f32", "Rrrr", minmax3<true>, 0, 0},
     OP2("min.f64", "Ddd", f64, f64, f64, std::fmin(a, b)), OP2("max.f64", "Ddd", f64, f64, f64, std::fmax(a, b)),
-    F1("neg.f32", kFtz, as_float(as_bits(a) ^ 0x80000000)), F1("abs.f32", kFtz, as_float(as_bits(a) & 0x7fffffff)),
+    {"neg.f32", "Rr", sign_bit<0x80000000u, ~0u>, kFtz, 0}, {"abs.f32", "Rr", sign_bit<0u, 0x7fffffffu>, kFtz, 0},
     OP1("neg.f64", "Dd", u64, u64, a ^ 1ull << 63), OP1("abs.f64", "Dd", u64, u64, a & ~(1ull << 63)),
     OP2("copysign.f32", "Rrr", u32, u32, u32, (a & 0x80000000) | (b & 0x7fffffff)),
     OP2("copysign.f64", "Ddd", u64, u64, u64, (a & 1ull << 63) | (b & ~(1ull << 63))),

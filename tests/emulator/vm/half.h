@@ -9,10 +9,13 @@ inline float flush(float f) {
   return (b & 0x7f800000) ? f : as_float(b & 0x80000000);
 }
 
+// Results that are NaN have one bit pattern.
+inline float canonical(float v) { return v == v ? v : as_float(0x7fffffff); }
+
 inline float bf16_to_float(uint32_t v) { return as_float(v << 16); }
 inline float half_to_float(uint32_t v) {
   const uint32_t sign = (v & 0x8000) << 16, e = v >> 10 & 31, f = v & 1023;
-  if (e == 31) return as_float(sign | 0x7f800000 | f << 13);
+  if (e == 31) return f ? as_float(0x7fffffff) : as_float(sign | 0x7f800000);
   if (e) return as_float(sign | (e + 112) << 23 | f << 13);
   const float tiny = float(f) * 5.9604644775390625e-8f;  // 2^-24
   return sign ? -tiny : tiny;
