@@ -12,7 +12,7 @@ from .params import KernelArgs
 from .plan import Plan
 from .variant import Variant
 
-__all__ = ["Device", "DeviceInfo", "Kernel", "active_device", "use_device"]
+__all__ = ["Device", "DeviceInfo", "Kernel", "active_device", "device_for", "use_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,14 @@ Kernel = Any
 class Device(Protocol):
     """Where kernels run. Thread-safe."""
 
+    kernels: dict[Variant, Kernel]
+    """What is loaded; ``compile.load_kernel`` looks here first."""
+
     @property
     def info(self) -> DeviceInfo: ...
 
     def compile(self, variant: Variant) -> Kernel:
-        """A kernel ready to launch: compiled from ``kernel_source(variant)``, or cached."""
+        """A kernel ready to launch, from ``kernel_source(variant)``."""
 
     def launch(self, kernel: Kernel, plan: Plan, args: KernelArgs, stream: int | None) -> None:
         """Queue one launch. ``stream`` is a raw handle; None is the current stream."""
@@ -79,6 +82,9 @@ class Device(Protocol):
     def is_capturing(self, stream: int | None) -> bool:
         """Whether the stream is being captured into a graph."""
 
+    def current_stream(self) -> int:
+        """The raw handle that ``stream=None`` stands for."""
+
 
 _active: ContextVar[Device | None] = ContextVar("cupyflash_device", default=None)
 
@@ -86,6 +92,16 @@ _active: ContextVar[Device | None] = ContextVar("cupyflash_device", default=None
 def active_device() -> Device | None:
     """The device that ``use_device`` set in this context, else None (the arrays decide)."""
     return _active.get()
+
+
+def device_for(array: Any) -> Device:
+    """Where a call on this array runs: the device of ``use_device``, else the array's GPU."""
+    device = _active.get()
+    if device is not None:
+        return device
+    from .cupy_device import cupy_device
+
+    return cupy_device(array.data.device_id)
 
 
 @contextmanager

@@ -16,14 +16,15 @@ _CODES = {"ptr": "Q", "i64": "q", "u64": "Q", "i32": "i", "u32": "I", "f32": "f"
 class ParamsLayout:
     """The fields of one params struct, in the order of ``core/params.cuh``.
 
-    Fields are named ``(name, kind)`` with kind ``ptr i64 u64 i32 u32 f32``; those of 8 bytes come
-    first, so that C++ and Python agree without padding inside. The size is padded to 8 bytes.
+    Fields are named ``(name, kind)`` with kind ``ptr i64 u64 i32 u32 f32``, in an order in which
+    each is aligned as it is, so that C++ and Python agree: no padding inside, the size padded to 8.
     """
 
     def __init__(self, *fields: tuple[str, str]) -> None:
         sizes = [struct.calcsize(_CODES[kind]) for _, kind in fields]
-        if sizes != sorted(sizes, reverse=True):
-            raise AssertionError("8-byte fields come before 4-byte fields")
+        for i, (name, _) in enumerate(fields):
+            if sum(sizes[:i]) % sizes[i]:
+                raise AssertionError(f"{name} is not aligned to {sizes[i]} bytes")
         self.names = tuple(name for name, _ in fields)
         pad = -sum(sizes) % 8
         self._struct = struct.Struct("=" + "".join(_CODES[kind] for _, kind in fields) + "x" * pad)

@@ -1,0 +1,88 @@
+"""Tensor maps of TMA copies: the driver's ``cuTensorMapEncodeTiled``, and a bounded LRU of them."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+import numpy as np
+
+__all__ = ["encode_tensor_map"]
+
+TENSOR_MAP = np.dtype([("opaque", np.uint64, 16)])
+_ALIGNMENT = 64
+
+
+@lru_cache(maxsize=4096)
+def encode_tensor_map(
+    element_type: int,
+    pointer: int,
+    shape: tuple[int, ...],
+    strides_bytes: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    l2_promotion: int,
+    oob_fill: int,
+) -> np.ndarray[Any, Any]:
+    """A 128-byte tensor map, passed to a kernel by value. Read-only: equal calls share it.
+
+    Parameters
+    ----------
+    element_type, swizzle, l2_promotion, oob_fill : int
+        ``CUtensorMapDataType``, ``CUtensorMapSwizzle``, ``CUtensorMapL2promotion``,
+        ``CUtensorMapFloatOOBfill``.
+    pointer : int
+        Global address, a multiple of 16.
+    shape, box : tuple of int
+        Elements in each dimension, the contiguous one first.
+    strides_bytes : tuple of int
+        Of the dimensions after the first; multiples of 16.
+
+    Raises
+    ------
+    ValueError
+        The driver refuses the map; the text names all that was asked.
+    """
+    rank = len(shape)
+    raw = np.zeros(TENSOR_MAP.itemsize + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    out = raw[start : start + TENSOR_MAP.itemsize]
+    status = _encode_tiled()(
+        out.ctypes.data,
+        element_type,
+        rank,
+        pointer,
+        (ctypes.c_uint64 * rank)(*shape),
+        (ctypes.c_uint64 * max(rank - 1, 1))(*strides_bytes),
+        (ctypes.c_uint32 * rank)(*box),
+        (ctypes.c_uint32 * rank)(*(1,) * rank),
+        0,
+        swizzle,
+        l2_promotion,
+        oob_fill,
+    )
+    if status:
+        raise ValueError(
+            f"the driver refuses a tensor map (CUDA error {status}): element_type={element_type}, "
+            f"pointer={pointer:#x}, shape={shape}, strides_bytes={strides_bytes}, box={box}, "
+            f"swizzle={swizzle}; the address and strides must be multiples of 16, a box at most "
+            "256 in each dimension, its row at most the swizzle's width"
+        )
+    packed = out.view(TENSOR_MAP).reshape(())
+    packed.flags.writeable = False
+    return packed
+
+
+@cache
+def _encode_tiled() -> Any:
+    try:
+        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    except (OSError, AttributeError) as error:
+        raise RuntimeError(
+            f"tensor maps need an NVIDIA driver of CUDA 12 or later: {error}"
+        ) from error
+    pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
+    function.argtypes = [pointer, u32, u32, pointer, *[pointer] * 4, *[u32] * 4]
+    function.restype = u32
+    return function

@@ -1,0 +1,109 @@
+"""Device scratch memory that calls share: one block a device and stream."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from .device import Device
+from .errors import CaptureError
+
+__all__ = ["Scratch", "free_workspaces", "scratch_of"]
+
+_GRAIN = 1 << 20
+_PER_THREAD_STREAM = 2
+
+
+class Scratch:
+    """The scratch memory of one stream. Hold it while queueing the launches of one call::
+
+        with scratch_of(device, stream) as scratch:
+            block = scratch.reserve(plan.workspace_bytes)
+
+    Calls on a stream run one after the other, so they share a block. A block that a capture has
+    seen belongs to a graph from then on and is kept until `free_workspaces`.
+    """
+
+    def __init__(self, device: Device, stream: int | None) -> None:
+        self._device, self._stream = device, stream
+        self._lock = threading.RLock()
+        self._block: Any = None
+        self._nbytes = 0
+        self._captured = False
+        self._pinned: list[Any] = []
+
+    def __enter__(self) -> Scratch:
+        self._lock.acquire()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._lock.release()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held, pinned blocks included."""
+        held = [*self._pinned, *([] if self._block is None else [self._block])]
+        return sum(int(block.nbytes) for block in held)
+
+    def reserve(self, nbytes: int) -> Any:
+        """A uint8 array of at least ``nbytes`` bytes, its content undefined.
+
+        Raises
+        ------
+        CaptureError
+            There is no such block yet, and the stream is being captured.
+        """
+        capturing = self._device.is_capturing(self._stream)
+        if nbytes > self._nbytes:
+            if capturing:
+                raise CaptureError(
+                    f"{nbytes} bytes of workspace are needed ({self._nbytes} there) and would be "
+                    "allocated"
+                )
+            self._grow(nbytes)
+        self._captured |= capturing
+        return self._block
+
+    def _grow(self, nbytes: int) -> None:
+        if self._captured:
+            self._pinned.append(self._block)
+        size = max(-(-nbytes // _GRAIN) * _GRAIN, min(2 * self._nbytes, 1 << 28))
+        self._block, self._nbytes = None, 0
+        self._block = self._device.empty((size,), np.dtype(np.uint8), self._stream)
+        self._nbytes, self._captured = size, False
+
+
+_scratch: dict[tuple[Any, ...], Scratch] = {}
+_making = threading.Lock()
+
+
+def scratch_of(device: Device, stream: int | None) -> Scratch:
+    """The scratch memory of a stream; None is the current one."""
+    handle = device.current_stream() if stream is None else stream
+    key: tuple[Any, ...] = (device, handle)
+    if handle == _PER_THREAD_STREAM:
+        key = (device, handle, threading.get_ident())
+    found = _scratch.get(key)
+    if found is None:
+        with _making:
+            found = _scratch.setdefault(key, Scratch(device, handle))
+    return found
+
+
+def free_workspaces() -> int:
+    """Give all scratch memory back to CuPy's pool; returns the bytes.
+
+    Graphs that were captured with it must not be launched afterwards.
+    """
+    with _making:
+        held = list(_scratch.values())
+        _scratch.clear()
+    return sum(scratch.nbytes for scratch in held)

@@ -1,0 +1,31 @@
+// What is compiled. The only file that reads macros: the compile step defines them on top of the
+// text, and the defaults here let a file be opened by itself.
+#pragma once
+
+#ifndef KERNEL_NAME
+#define KERNEL_NAME kernel
+#endif
+#ifndef PARAMS_NBYTES
+#define PARAMS_NBYTES 0
+#endif
+
+// The numbers of cupyflash/runtime/dtypes.py.
+enum ScalarType : int { kFp32 = 0, kFp16 = 1, kBf16 = 2, kE4m3 = 3, kE5m2 = 4 };
+
+// Compute capability times ten: 80, 89, 90, 120.
+constexpr int kArch = __CUDA_ARCH__ / 10;
+
+// The params struct of a kernel must have the size that the host packs.
+template <class Params>
+__device__ constexpr bool params_agree() {
+  return PARAMS_NBYTES == 0 || sizeof(Params) == PARAMS_NBYTES;
+}
+
+#ifdef IN_TYPE
+// Kernels that read one type and write another.
+struct ConvertVariant {
+  static constexpr ScalarType kIn = static_cast<ScalarType>(IN_TYPE);
+  static constexpr ScalarType kOut = static_cast<ScalarType>(OUT_TYPE);
+};
+static_assert(ConvertVariant::kIn <= kBf16, "8-bit inputs carry a scale; no kernel reads them so");
+#endif

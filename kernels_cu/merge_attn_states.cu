@@ -1,0 +1,119 @@
+// Merges two attention states over disjoint sets of keys, and a sink, token by token.
+//
+// A block owns a tile of (token, head) rows: threads x run along a row, y over heads, z over
+// tokens. Weights come first, one row a thread, tokens fastest, so that the transposed lse arrays
+// are read in whole sectors; an empty side is then not read at all. out and out_lse may be the very
+// arrays of an input: each element is read by the thread that writes it, before it does.
+
+#include "core/variant.cuh"
+#include "core/numeric.cuh"
+#include "core/memory.cuh"
+#include "core/state.cuh"
+#include "core/params.cuh"
+
+namespace {
+
+using V = ConvertVariant;
+constexpr int kThreads = 256;
+constexpr int kTokensPerThread = 4;
+static_assert(params_agree<MergeParams>(), "MergeParams differs from the host's layout");
+
+struct Weights {
+  float prefix, suffix;
+};
+
+__device__ float load_sink(const MergeParams &p, int head) {
+  const char *at = p.sink + head * p.sink_stride;
+  if (p.sink_type == kFp32) return *reinterpret_cast<const float *>(at);
+  const u32 bits = *reinterpret_cast<const u16 *>(at);
+  return p.sink_type == kFp16 ? unpack_fp16(bits).x : unpack_bf16(bits).x;
+}
+
+__device__ Weights merge_row(const MergeParams &p, i64 token, int head) {
+  float prefix = -infinity(), sink = -infinity();
+  if (token < p.prefix_tokens) {
+    prefix = read_lse(*reinterpret_cast<const float *>(
+        p.prefix_lse + head * p.prefix_lse_head_stride + token * p.prefix_lse_token_stride));
+  }
+  const float suffix = read_lse(*reinterpret_cast<const float *>(
+      p.suffix_lse + head * p.suffix_lse_head_stride + token * p.suffix_lse_token_stride));
+  if (p.sink) sink = load_sink(p, head);
+  StateSum state(fmaxf(fmaxf(prefix, suffix), sink));
+  const float prefix_part = state.add(prefix), suffix_part = state.add(suffix);
+  if (p.sink) state.add(sink);
+  if (p.out_lse) {
+    *reinterpret_cast<float *>(p.out_lse + head * p.out_lse_head_stride +
+                               token * p.out_lse_token_stride) = state.lse();
+  }
+  return {state.weight(prefix_part), state.weight(suffix_part)};
+}
+
+// Rows of this thread: kTokensPerThread tokens of one head, kCount elements at a time.
+template <int kCount>
+__device__ void merge_rows(const MergeParams &p, const Weights *weights, int tile_tokens,
+                           i64 first_token, int head, float scale) {
+  const i64 in_step = kCount * kItemBytes<V::kIn>, out_step = kCount * kItemBytes<V::kOut>;
+  for (int x = threadIdx.x; x < p.head_dim / kCount; x += blockDim.x) {
+    Elements<V::kIn, kCount> prefix[kTokensPerThread] = {}, suffix[kTokensPerThread] = {};
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      const int row = threadIdx.z + i * blockDim.z;
+      const i64 token = first_token + row;
+      const Weights w = weights[threadIdx.y * tile_tokens + row];
+      if (w.prefix != 0.f) {
+        prefix[i].load(p.prefix_out + token * p.prefix_token_stride + head * p.prefix_head_stride +
+                       x * in_step);
+      }
+      if (w.suffix != 0.f) {
+        suffix[i].load(p.suffix_out + token * p.suffix_token_stride + head * p.suffix_head_stride +
+                       x * in_step);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      const int row = threadIdx.z + i * blockDim.z;
+      const i64 token = first_token + row;
+      if (token >= p.tokens) break;
+      const Weights w = weights[threadIdx.y * tile_tokens + row];
+      float value[kCount], acc[kCount] = {};
+      prefix[i].to_floats(value);
+      add_weighted(acc, w.prefix, value);
+      suffix[i].to_floats(value);
+      add_weighted(acc, w.suffix, value);
+      if constexpr (V::kOut == kE4m3) {
+#pragma unroll
+        for (int k = 0; k < kCount; ++k) acc[k] = div_rn(acc[k], scale);
+      }
+      Elements<V::kOut, kCount> merged;
+      merged.from_floats(acc);
+      merged.store(p.out + token * p.out_token_stride + head * p.out_head_stride + x * out_step);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
+    const __grid_constant__ MergeParams p) {
+  __shared__ Weights weights[kThreads * kTokensPerThread];
+  const int tile_tokens = blockDim.z * kTokensPerThread, tile_heads = blockDim.y;
+  const int threads = blockDim.x * blockDim.y * blockDim.z;
+  const i64 first_token = static_cast<i64>(blockIdx.x) * tile_tokens;
+  const int first_head = blockIdx.y * tile_heads;
+  const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  for (int row = thread; row < tile_tokens * tile_heads; row += threads) {
+    const i64 token = first_token + row % tile_tokens;
+    const int head = first_head + row / tile_tokens;
+    const bool inside = token < p.tokens && head < p.heads;
+    weights[row] = inside ? merge_row(p, token, head) : Weights{0.f, 0.f};
+  }
+  __syncthreads();
+  const int head = first_head + threadIdx.y;
+  if (head >= p.heads) return;
+  const float scale = p.out_scale ? *p.out_scale : p.out_scale_value;
+  if (p.vectorised) {
+    merge_rows<16 / kItemBytes<V::kIn>>(p, weights, tile_tokens, first_token, head, scale);
+  } else {
+    merge_rows<1>(p, weights, tile_tokens, first_token, head, scale);
+  }
+}

@@ -1,0 +1,93 @@
+// Writes new keys and values to their slots of a paged cache, converting on the way.
+//
+// Threads x run along a row, y over heads, z over tokens; grid z is key, value. A row is loaded
+// before its slot is known: both latencies overlap, and skipped tokens are rare.
+
+#include "core/variant.cuh"
+#include "core/numeric.cuh"
+#include "core/memory.cuh"
+#include "core/params.cuh"
+
+namespace {
+
+using V = ConvertVariant;
+constexpr int kThreads = 256;
+constexpr int kTokensPerThread = 4;
+static_assert(params_agree<CacheWriteParams>(), "CacheWriteParams differs from the host's layout");
+
+constexpr i64 kNoSlot = -1ll << 63;
+
+// Byte offset of a token's row in the cache, or kNoSlot.
+__device__ i64 slot_offset(const CacheWriteParams &p, const CacheWriteSide &side, i64 token) {
+  const i64 slot = p.wide_slots ? reinterpret_cast<const i64 *>(p.slots)[token]
+                                : reinterpret_cast<const i32 *>(p.slots)[token];
+  if (slot < 0 || slot >= p.num_slots) return kNoSlot;
+  i64 block;
+  if (slot >> 32) {
+    block = slot / p.block_size;
+  } else {
+    block = static_cast<u32>(slot) / static_cast<u32>(p.block_size);
+  }
+  return block * side.block_stride + (slot - block * p.block_size) * side.slot_stride;
+}
+
+template <int kCount>
+__device__ Elements<V::kOut, kCount> convert(const Elements<V::kIn, kCount> &in, float scale) {
+  Elements<V::kOut, kCount> out;
+  if constexpr (V::kIn == V::kOut) {
+#pragma unroll
+    for (int i = 0; i < kWords<V::kIn, kCount>; ++i) out.word[i] = in.word[i];
+  } else {
+    float value[kCount];
+    in.to_floats(value);
+    if constexpr (kIsFp8<V::kOut>) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) value[i] = div_rn(value[i], scale);
+    }
+    out.from_floats(value);
+  }
+  return out;
+}
+
+template <int kCount>
+__device__ void write_rows(const CacheWriteParams &p, const CacheWriteSide &side, int head,
+                           float scale) {
+  constexpr i64 kInStep = kCount * kItemBytes<V::kIn>, kOutStep = kCount * kItemBytes<V::kOut>;
+  const i64 first = static_cast<i64>(blockIdx.x) * (blockDim.z * kTokensPerThread) + threadIdx.z;
+  const char *source = side.source + head * side.source_head_stride;
+  char *cache = side.cache + head * side.head_stride;
+  for (int x = threadIdx.x; x < side.head_dim / kCount; x += blockDim.x) {
+    Elements<V::kIn, kCount> in[kTokensPerThread];
+    i64 offset[kTokensPerThread];
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      const i64 token = first + i * blockDim.z;
+      offset[i] = kNoSlot;
+      if (token < p.num_tokens) {
+        in[i].load(source + token * side.source_token_stride + x * kInStep);
+        offset[i] = slot_offset(p, side, token);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kTokensPerThread; ++i) {
+      if (offset[i] != kNoSlot)
+        convert<kCount>(in[i], scale).store(cache + offset[i] + x * kOutStep);
+    }
+  }
+}
+
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
+    const __grid_constant__ CacheWriteParams p) {
+  const CacheWriteSide &side = p.side[blockIdx.z];
+  const int head = blockIdx.y * blockDim.y + threadIdx.y;
+  if (head >= p.heads) return;
+  float scale = side.scale_value;
+  if (side.scale) scale = *reinterpret_cast<const float *>(side.scale + head * side.scale_stride);
+  if (p.vectorised) {
+    write_rows<16 / kItemBytes<V::kIn>>(p, side, head, scale);
+  } else {
+    write_rows<1>(p, side, head, scale);
+  }
+}
