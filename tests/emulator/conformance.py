@@ -214,7 +214,7 @@ def child(folder: Path, names: Sequence[str]) -> None:
 
 
 def main() -> int:
-    """Runs all cases on the GPU; a case that fails is reported, the others go on in a new process."""
+    """Runs all cases on the GPU; after one that fails, the others go on in a new process."""
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDENS
     target.parent.mkdir(parents=True, exist_ok=True)
     left, failed = [case.name for case in all_cases()], []
