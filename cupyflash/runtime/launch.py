@@ -22,9 +22,8 @@ def launch(device: Device, plan: Plan, args: KernelArgs, stream: int | None) -> 
     CaptureError, CompileError
         As `compile.load_kernel`.
     """
-    kernel = load_kernel(plan.variant, device, stream)
     if 0 not in plan.grid:
-        device.launch(kernel, plan, args, stream)
+        device.launch(load_kernel(plan.variant, device, stream), plan, args, stream)
 
 
 def prepare(device: Device, plans: Iterable[Plan], stream: int | None = None) -> None:

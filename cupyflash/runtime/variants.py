@@ -1,0 +1,19 @@
+"""Every kernel that can be asked for on an architecture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from .merge_plan import merge_variants
+from .variant import Variant
+from .write_plan import write_variants
+
+__all__ = ["FAMILIES", "all_variants"]
+
+# Each takes an architecture without a suffix ("sm_90"); one with a dialect for sm_90a names it.
+FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (merge_variants, write_variants)
+
+
+def all_variants(arch: str) -> tuple[Variant, ...]:
+    """The variants for an architecture such as ``"sm_90"``."""
+    return tuple(variant for family in FAMILIES for variant in family(arch))
