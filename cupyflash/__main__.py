@@ -10,6 +10,7 @@ from pathlib import Path
 
 from .bench import bench_cases, header, run_bench, table
 from .bench.peers import PEERS
+from .runtime.kernel_source import kernel_root
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -37,7 +38,7 @@ def _bench(options: argparse.Namespace) -> int:
     if not cupy.is_available():
         print("bench needs a GPU, and CuPy finds none", file=sys.stderr)
         return 2
-    about = header(Path(__file__).resolve().parent)
+    about = header(kernel_root())
     print("  ".join(f"{key} {value}" for key, value in about.items()))
     providers = ["cupyflash", *filter(None, options.peers.split(","))]
     rows = []

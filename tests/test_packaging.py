@@ -43,8 +43,8 @@ def test_wheel_is_at_most_one_megabyte(wheel):
 def test_installed_wheel_finds_its_kernels_without_the_checkout(wheel, tmp_path):
     zipfile.ZipFile(wheel).extractall(tmp_path)
     script = (
-        "from cupyflash.runtime.kernel_source import kernels_folder\n"
-        "import cupyflash; print(cupyflash.__file__, kernels_folder())"
+        "from cupyflash.runtime.kernel_source import kernel_root\n"
+        "import cupyflash; print(cupyflash.__file__, kernel_root())"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(
