@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# One BLAS thread a process: xdist fills the cores, and spinning threads would stall each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any

@@ -90,10 +90,10 @@ def place(values: NDArray[Any], layout: str = "NHD", *, xp: Any = np, pad: int =
         order[-3], order[-2] = order[-2], order[-3]
     shape = [values.shape[axis] for axis in order]
     step = max(1, 16 // values.itemsize)
-    extra, offset = {"strided": (step, step), "odd": (1, 1)}.get(layout, (0, step))
-    padded = list(shape)
-    if extra:
-        padded = [n + extra * (1 + pad) if axis else n for axis, n in enumerate(shape)]
+    padded, offset = list(shape), 1 if layout == "odd" else step
+    if layout in ("strided", "odd"):
+        padded[1:] = [n + 1 + pad for n in shape[1:]]
+        padded[-1] = shape[-1] + offset * (1 + pad)
     strides = [int(np.prod(padded[axis + 1 :])) * values.itemsize for axis in range(len(shape))]
     size = offset + int(np.prod(padded)) + step
     buffer = np.full(size, poison_of(values.dtype), values.dtype)
