@@ -308,9 +308,9 @@ def flash_attn_func(
     check_batched_lse(lse, (batch, heads, len_q))
     module = array_module(q)
     starts = [module.arange(batch + 1, dtype=np.int32) * np.int32(n) for n in (len_q, len_k)]
-    flat = [merge_leading(a, n, copy=True) for a, n in ((q, "q"), (k, "k"), (v, "v"))]
     found = flash_attn_varlen_func(
-        *flat, len_q, starts[0], len_k, starts[1],
+        merge_leading(q, "q", copy=True), merge_leading(k, "k", copy=True),
+        merge_leading(v, "v", copy=True), len_q, starts[0], len_k, starts[1],
         out=None if out is None else merge_leading(as_array(out, "out"), "out"),
         return_softmax_lse=return_softmax_lse or lse is not None, **options,
     )  # fmt: skip

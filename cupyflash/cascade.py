@@ -77,13 +77,13 @@ def merge_attn_states(
     if prefill_tokens_with_context is not None:
         rules.check_bound("prefill_tokens_with_context", prefill_tokens_with_context)
         with_prefix = min(int(prefill_tokens_with_context), tokens)
-    states = [arrays[name] for name in (*names, "output_lse")]
+    call = {**arrays, "output_scale": scale}
     if host:
-        cpu.merge_states(*states, with_prefix, scale, arrays["s_aux"])
+        cpu.merge_states(**call, num_prefix_tokens=with_prefix)
         return
     from .runtime.small_kernels import merge_states
 
-    merge_states(*states, with_prefix, scale, arrays["s_aux"], out_type, stream=stream)
+    merge_states(**call, prefix_tokens=with_prefix, out_type=out_type, stream=stream)
 
 
 def _check_merge(arrays: dict[str, Any], scale: Any) -> ScalarType:

@@ -64,11 +64,13 @@ def reshape_and_cache_flash(
     host = on_host(**arrays, **on_device)
     cache_type = _check_write(arrays, scales, kv_cache_dtype)
     if host:
-        cpu.write_cache(*arrays.values(), cache_type, *scales.values())
+        cpu.write_cache(
+            **arrays, cache_type=cache_type, k_scale=scales["k_scale"], v_scale=scales["v_scale"]
+        )
         return
     from .runtime.small_kernels import write_cache
 
-    write_cache(*arrays.values(), cache_type, *scales.values(), stream=stream)
+    write_cache(**arrays, cache_type=cache_type, **scales, stream=stream)
 
 
 def _scale(name: str, value: Any) -> Any:
