@@ -1,7 +1,10 @@
 """Attention for LLM inference on CuPy and NumPy arrays."""
 
-from .attention import flash_attn_func, flash_attn_varlen_func
-from .cascade import cascade_attention, merge_attn_states, use_cascade_attention
+from .attention import flash_attn_varlen_func
+from .batched import flash_attn_func, flash_attn_with_kvcache
+from .bounds import AttentionBounds
+from .cascade import cascade_attention, use_cascade_attention
+from .explain import Explanation, explain
 from .fa_version import (
     fa_version,
     fa_version_unsupported_reason,
@@ -10,18 +13,25 @@ from .fa_version import (
     get_fp8_dtype_for_flashattn,
     is_fa_version_supported,
 )
-from .kv_cache import flash_attn_with_kvcache, reshape_and_cache_flash
+from .kv_cache import reshape_and_cache_flash
+from .merge import merge_attn_states
+from .runtime.workspace import free_workspaces
 from .scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
+from .warmup import warmup, workspace_size
 
 __all__ = [
+    "AttentionBounds",
+    "Explanation",
     "SchedulerMetadata",
     "cascade_attention",
+    "explain",
     "fa_version",
     "fa_version_unsupported_reason",
     "flash_attn_func",
     "flash_attn_supports_fp8",
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
+    "free_workspaces",
     "get_flash_attn_version",
     "get_fp8_dtype_for_flashattn",
     "get_scheduler_metadata",
@@ -29,6 +39,8 @@ __all__ = [
     "merge_attn_states",
     "reshape_and_cache_flash",
     "use_cascade_attention",
+    "warmup",
+    "workspace_size",
 ]
 
 __version__ = "0.1.0"

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import numpy as np
 
 from . import cpu
-from .fa_version import need_of, resolve_version
-from .runtime.arrays import array_module, as_array, merge_leading, on_host
-from .runtime.device import active_device
-from .runtime.problem import AttentionProblem, describe
-from .runtime.rules import python_scalar, spec_of
-from .scheduler_metadata import SchedulerMetadata, check_metadata
+from .fa_version import capability_of, known_version, resolve_version
+from .families import FAMILIES
+from .runtime import env
+from .runtime.arrays import AttentionArrays
+from .runtime.call import Call, prepare, refuse_options
+from .scheduler_metadata import check_metadata
+from .values import check_bounds, check_values
 
-__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+__all__ = ["describe_call", "flash_attn_varlen_func"]
 
 
 def flash_attn_varlen_func(
@@ -40,7 +42,7 @@ def flash_attn_varlen_func(
     return_softmax_lse: bool = False,
     out: Any = None,
     lse: Any = None,
-    scheduler_metadata: SchedulerMetadata | None = None,
+    scheduler_metadata: Any = None,
     q_descale: Any = None,
     k_descale: Any = None,
     v_descale: Any = None,
@@ -106,7 +108,7 @@ def flash_attn_varlen_func(
         Where to write; q's dtype, or bfloat16 or float16 for an 8-bit q. New if None.
     lse : array [Hq, total_q], float32, optional
         Where to write the natural log-sum-exp of the scores, the sink included.
-    scheduler_metadata : SchedulerMetadata, optional
+    scheduler_metadata : SchedulerMetadata or its buffer, optional
         From `get_scheduler_metadata` for the same bounds.
     q_descale, k_descale, v_descale : array [batch, Hk] or [1], float32, or number, optional
         Multiplies the stored fp8 values; any strides. 1 if None. Refused on 16-bit operands.
@@ -153,93 +155,53 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, 1, starts(1), 3, starts(3))[0, 0, 0]
     np.float32(1.0)
     """
-    _refuse(dropout_p, return_attn_probs, q_v, cp_world_size, cp_rank, cp_tot_seqused_k)
-    arrays = {
-        "q": q, "k": k, "v": v, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
-        "seqused_k": seqused_k, "block_table": block_table, "s_aux": s_aux,
-        "alibi_slopes": alibi_slopes, "out": out, "lse": lse,
-    }  # fmt: skip
-    for name, array in arrays.items():
-        if array is not None:
-            arrays[name] = as_array(array, name)
-        elif name in ("q", "k", "v"):
-            raise TypeError(f"{name} is None; it must be an array")
-    descales = [_descale(n, d) for n, d in (("q", q_descale), ("k", k_descale), ("v", v_descale))]
-    scales = {n: d if hasattr(d, "shape") else None for n, d in zip("qkv", descales, strict=True)}
-    host = on_host(**arrays, **{f"{n}_descale": d for n, d in scales.items()})
-    specs = {n: None if a is None else spec_of(a) for n, a in arrays.items()}
-    problem = describe(
-        **specs,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=max_seqlen_k,
-        descales=tuple(spec_of(d) if hasattr(d, "shape") else d for d in descales),
-        softmax_scale=None
-        if softmax_scale is None
-        else python_scalar("softmax_scale", softmax_scale),
-        causal=bool(causal),
-        window_size=None if window_size is None else tuple(window_size),
-        softcap=python_scalar("softcap", softcap),
-        fp8_dtype=fp8_dtype,
-        q_fp8_dtype=q_fp8_dtype,
-        return_softmax_lse=bool(return_softmax_lse),
-        num_splits=num_splits,
-        batch_invariant=bool(batch_invariant),
-        on_host=host,
-    )
+    if (
+        dropout_p or return_attn_probs or q_v is not None
+        or cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None
+    ):  # fmt: skip
+        refuse_options(dropout_p, return_attn_probs, q_v, cp_world_size, cp_rank, cp_tot_seqused_k)
+    call = prepare(
+        AttentionArrays(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, s_aux,
+            out, lse,
+        ),
+        (q_descale, k_descale, v_descale), max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        window_size, softcap, fp8_dtype, q_fp8_dtype, return_softmax_lse, num_splits,
+        batch_invariant,
+    )  # fmt: skip
     if scheduler_metadata is not None:
-        check_metadata(scheduler_metadata, problem)
-    if not host:
-        resolve_version(need_of(problem), _capability(arrays["q"]), fa_version)
-    elif fa_version is not None:
-        raise ValueError(f"fa_version={fa_version} names GPU kernels, but the arrays are NumPy's")
-    return _on_cpu(problem, arrays, descales, bool(return_softmax_lse))
+        check_metadata(scheduler_metadata, call)
+    if call.on_host:
+        out, lse = _on_cpu(call, fa_version, stream)
+    else:
+        out, lse = _on_gpu(call, fa_version, scheduler_metadata, workspace, stream)
+    return (out, lse) if return_softmax_lse else out
 
 
-def _refuse(
-    dropout_p: float,
-    return_attn_probs: bool,
-    q_v: Any,
-    cp_world_size: int,
-    cp_rank: int,
-    cp_tot_seqused_k: Any,
-) -> None:
-    """Options that are refused whatever the arrays."""
-    if dropout_p != 0:
-        raise ValueError(f"dropout_p={dropout_p}: inference has no dropout; use 0")
-    if return_attn_probs:
-        raise ValueError("return_attn_probs=True: weights are never stored; use return_softmax_lse")
-    if q_v is not None:
-        raise NotImplementedError("q_v: multi-head latent attention is not available yet")
-    if (cp_world_size, cp_rank) != (1, 0) or cp_tot_seqused_k is not None:
-        raise NotImplementedError(
-            f"cp_world_size={cp_world_size}, cp_rank={cp_rank}: context parallelism is not "
-            "available yet; use 1 and 0 without cp_tot_seqused_k"
+def _on_gpu(
+    call: Call, fa_version: int | None, scheduler_metadata: Any, workspace: Any, stream: Any
+) -> tuple[Any, Any]:
+    if env.check():
+        check_values(call)
+    version = resolve_version(call.problem, capability_of(call.arrays.q), fa_version)
+    return FAMILIES[version].launch(call, scheduler_metadata, workspace, stream)
+
+
+def _refuse_on_cpu(fa_version: int | None, stream: Any) -> None:
+    if fa_version is not None:
+        raise ValueError(
+            f"fa_version={known_version(fa_version)}: versions are GPU kernels, and these arrays "
+            "are NumPy's; use None"
         )
+    if stream is not None:
+        raise ValueError("stream given, but NumPy arrays are computed before the call returns")
 
 
-def _descale(operand: str, value: Any) -> Any:
-    """A descale as an array, or a float for one number."""
-    if value is None:
-        return None
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        return float(value)
-    if hasattr(value, "shape") and not isinstance(value, np.generic):
-        return as_array(value, f"{operand}_descale")
-    return python_scalar(f"{operand}_descale", value)
-
-
-def _capability(array: Any) -> tuple[int, int]:
-    device = active_device()
-    if device is not None:
-        return device.info.capability
-    text = array.device.compute_capability
-    return int(text[:-1]), int(text[-1])
-
-
-def _on_cpu(
-    problem: AttentionProblem, arrays: dict[str, Any], descales: list[Any], return_lse: bool
-) -> Any:
-    out, lse = arrays["out"], arrays["lse"]
+def _on_cpu(call: Call, fa_version: int | None, stream: Any) -> tuple[Any, Any]:
+    _refuse_on_cpu(fa_version, stream)
+    problem, arrays, descales, _ = call
+    check_bounds(call)
+    out, lse = arrays.out, arrays.lse
     if out is None:
         shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
         out = np.empty(shape, problem.out_type.numpy)
@@ -247,93 +209,50 @@ def _on_cpu(
         lse = np.empty((problem.num_heads_q, problem.total_q), np.float32)
     cpu.attention(
         problem,
-        arrays["q"],
-        arrays["k"],
-        arrays["v"],
-        cu_seqlens_q=arrays["cu_seqlens_q"],
-        cu_seqlens_k=arrays["cu_seqlens_k"],
-        seqused_k=arrays["seqused_k"],
-        block_table=arrays["block_table"],
+        arrays.q,
+        arrays.k,
+        arrays.v,
+        cu_seqlens_q=arrays.cu_seqlens_q,
+        cu_seqlens_k=arrays.cu_seqlens_k,
+        seqused_k=arrays.seqused_k,
+        block_table=arrays.block_table,
         q_descale=descales[0],
         k_descale=descales[1],
         v_descale=descales[2],
-        s_aux=arrays["s_aux"],
-        alibi_slopes=arrays["alibi_slopes"],
+        s_aux=arrays.s_aux,
+        alibi_slopes=arrays.alibi_slopes,
         out=out,
         lse=lse,
     )
-    return (out, lse) if return_lse else out
+    return out, lse
 
 
-def flash_attn_func(
-    q: Any,
-    k: Any,
-    v: Any,
-    *,
-    out: Any = None,
-    lse: Any = None,
-    return_softmax_lse: bool = False,
-    **options: Any,
-) -> Any:
-    """Attention of a batch of equal lengths.
+_SIGNATURE = inspect.signature(flash_attn_varlen_func)
 
-    Parameters
-    ----------
-    q : array [batch, Sq, Hq, D]
-    k, v : array [batch, Sk, Hk, D], [batch, Sk, Hk, Dv]
-    out : array [batch, Sq, Hq, Dv], optional
-    lse : array [batch, Hq, Sq], float32, optional
-    return_softmax_lse : bool
-    **options
-        As `flash_attn_varlen_func` takes them, except lengths and `block_table`.
 
-    Returns
-    -------
-    out : array [batch, Sq, Hq, Dv]
-    lse : array [batch, Hq, Sq], float32
-        Only with `return_softmax_lse`.
+def describe_call(*args: Any, **kwargs: Any) -> Call:
+    """Validate a call of `flash_attn_varlen_func` with these arguments, and do no more.
 
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `flash_attn_varlen_func`.
+        What the call itself would raise before it reads an array.
     """
-    q, k, v = (as_array(a, n) for a, n in ((q, "q"), (k, "k"), (v, "v")))
-    for name, array in (("q", q), ("k", k), ("v", v)):
-        if array.ndim != 4:
-            raise ValueError(f"{name} has shape {array.shape}; it must be [batch, S, H, D]")
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(f"q, k, v hold {q.shape[0]}, {k.shape[0]}, {v.shape[0]} sequences")
-    (batch, len_q, heads, _), len_k = q.shape, k.shape[1]
-    check_batched_lse(lse, (batch, heads, len_q))
-    module = array_module(q)
-    starts = [module.arange(batch + 1, dtype=np.int32) * np.int32(n) for n in (len_q, len_k)]
-    found = flash_attn_varlen_func(
-        merge_leading(q, "q", copy=True), merge_leading(k, "k", copy=True),
-        merge_leading(v, "v", copy=True), len_q, starts[0], len_k, starts[1],
-        out=None if out is None else merge_leading(as_array(out, "out"), "out"),
-        return_softmax_lse=return_softmax_lse or lse is not None, **options,
+    bound = _SIGNATURE.bind(*args, **kwargs)
+    bound.apply_defaults()
+    a = bound.arguments
+    refuse_options(
+        a["dropout_p"], a["return_attn_probs"], a["q_v"], a["cp_world_size"], a["cp_rank"],
+        a["cp_tot_seqused_k"],
     )  # fmt: skip
-    return batched_result(found, (batch, len_q, heads), out, lse, return_softmax_lse)
-
-
-def check_batched_lse(lse: Any, shape: tuple[int, int, int]) -> None:
-    """An ``lse`` of the caller's is float32 [batch, Hq, Sq]."""
-    if lse is not None and (lse.shape != shape or lse.dtype != np.float32):
-        raise ValueError(f"lse is {lse.dtype} {lse.shape}; it must be float32 {list(shape)}")
-
-
-def batched_result(
-    found: Any, shape: tuple[int, int, int], out: Any, lse: Any, return_softmax_lse: bool
-) -> Any:
-    """Varlen results in the shapes of a batch of equal lengths."""
-    batch, len_q, heads = shape
-    flat_out, flat_lse = found if isinstance(found, tuple) else (found, None)
-    result = flat_out.reshape(batch, len_q, heads, -1) if out is None else out
-    if flat_lse is None:
-        return result
-    by_batch = flat_lse.reshape(heads, batch, len_q).transpose(1, 0, 2)
-    if lse is not None:
-        lse[...] = by_batch
-        by_batch = lse
-    return (result, by_batch) if return_softmax_lse else result
+    call = prepare(
+        AttentionArrays(*(a[name] for name in AttentionArrays._fields)),
+        (a["q_descale"], a["k_descale"], a["v_descale"]), a["max_seqlen_q"], a["max_seqlen_k"],
+        a["softmax_scale"], a["causal"], a["window_size"], a["softcap"], a["fp8_dtype"],
+        a["q_fp8_dtype"], a["return_softmax_lse"], a["num_splits"], a["batch_invariant"],
+    )  # fmt: skip
+    if a["scheduler_metadata"] is not None:
+        check_metadata(a["scheduler_metadata"], call)
+    if call.on_host:
+        _refuse_on_cpu(a["fa_version"], a["stream"])
+    return call

@@ -1,125 +1,38 @@
-"""Which kernels serve a problem on a device: the support table and everything said from it.
+"""Which kernels serve a call: 2 = portable (compute capability 8.0 and later), 3 = Hopper.
 
-Version 2 is the portable family (compute capability 8.0 and later), version 3 the Hopper family.
+The version is that of the argument, else of the surrounding ``with fa_version(n):``, else of
+``CUPYFLASH_FA_VERSION``, else the best that serves the problem.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from .runtime import env
-from .runtime.dtypes import BF16, E4M3, FP16, ScalarType, parse_fp8
+from .runtime.device import active_device, device_for
+from .runtime.dtypes import BF16, E4M3, FP16, parse_fp8
 from .runtime.problem import AttentionProblem
+from .support import Capability, Need, need_of, unsupported_reason, versions
 
 __all__ = [
-    "SUPPORT",
-    "Need",
+    "capability_of",
+    "current_capability",
     "fa_version",
     "fa_version_unsupported_reason",
     "flash_attn_supports_fp8",
     "get_flash_attn_version",
     "get_fp8_dtype_for_flashattn",
     "is_fa_version_supported",
-    "need_of",
+    "known_version",
+    "resolve_need",
     "resolve_version",
 ]
-
-Capability = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """What a kernel must be able to do; the defaults ask for the least.
-
-    Attributes
-    ----------
-    head_dim, head_dim_v : int or None
-        None = not known yet.
-    q_type, kv_type : ScalarType
-    alibi, sink, softcap, window, paged : bool
-    """
-
-    head_dim: int | None = None
-    head_dim_v: int | None = None
-    q_type: ScalarType = BF16
-    kv_type: ScalarType = BF16
-    alibi: bool = False
-    sink: bool = False
-    softcap: bool = False
-    window: bool = False
-    paged: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One condition of a version. ``reason`` is what a user reads where it does not hold."""
-
-    holds: Callable[[Need, Capability], bool]
-    reason: Callable[[Need, Capability], str]
-
-
-def _name(capability: Capability) -> str:
-    return f"compute capability {capability[0]}.{capability[1]}"
-
-
-def _head_dims(need: Need) -> tuple[int, ...]:
-    return tuple(d for d in (need.head_dim, need.head_dim_v) if d is not None)
-
-
-_BUILT: dict[int, bool] = {2: False, 3: False}
-"""Whether a version's attention kernels are in this release."""
-
-
-def _built(version: int) -> Rule:
-    return Rule(
-        lambda need, cc: _BUILT[version],
-        lambda need, cc: (
-            f"the attention kernels of version {version} are not built in this release; "
-            "NumPy arrays run on the CPU"
-        ),
-    )
-
-
-_HEAD_DIM = Rule(
-    lambda need, cc: all(d % 8 == 0 and 0 < d <= 256 for d in _head_dims(need)),
-    lambda need, cc: f"head sizes {_head_dims(need)}: kernels take multiples of 8 up to 256",
-)
-_TYPES = Rule(
-    lambda need, cc: need.q_type in (FP16, BF16) or need.q_type.is_fp8,
-    lambda need, cc: f"q is {need.q_type.name}; kernels take fp16, bf16 and fp8",
-)
-
-SUPPORT: dict[int, tuple[Rule, ...]] = {
-    2: (
-        Rule(
-            lambda need, cc: cc >= (8, 0),
-            lambda need, cc: f"{_name(cc)}: version 2 needs 8.0 (Ampere) or later",
-        ),
-        _TYPES,
-        _HEAD_DIM,
-        _built(2),
-    ),
-    3: (
-        Rule(
-            lambda need, cc: cc[0] == 9,
-            lambda need, cc: f"{_name(cc)}: version 3 needs 9.0 (Hopper); use fa_version=2",
-        ),
-        _TYPES,
-        _HEAD_DIM,
-        Rule(
-            lambda need, cc: not need.q_type.is_fp8 or all(d % 16 == 0 for d in _head_dims(need)),
-            lambda need, cc: (
-                f"head sizes {_head_dims(need)} in 8 bit: version 3 takes multiples of 16; "
-                "use fa_version=2"
-            ),
-        ),
-        _built(3),
-    ),
-}
-"""The rules of each version, in the order in which a reason is looked for."""
 
 _override: ContextVar[int | None] = ContextVar("cupyflash_fa_version", default=None)
 
@@ -127,6 +40,9 @@ _override: ContextVar[int | None] = ContextVar("cupyflash_fa_version", default=N
 @contextmanager
 def fa_version(version: int) -> Iterator[None]:
     """Use one version for the calls of a block that name none themselves.
+
+    It is for arrays on a GPU; NumPy arrays are computed on the CPU whatever it says. It holds in
+    this thread (or asynchronous task) only.
 
     Parameters
     ----------
@@ -138,50 +54,46 @@ def fa_version(version: int) -> Iterator[None]:
     ValueError
         There is no such version.
     """
-    token = _override.set(_known(version, "fa_version"))
+    token = _override.set(known_version(version))
     try:
         yield
     finally:
         _override.reset(token)
 
 
-def _known(version: object, source: str) -> int:
-    if isinstance(version, int) and version in SUPPORT:
+def known_version(version: Any, source: str = "fa_version") -> int:
+    """A version that exists, or a ValueError that names those that do."""
+    if type(version) is int and version in versions():
         return version
-    raise ValueError(f"{source}={version!r}: there are versions {', '.join(map(str, SUPPORT))}")
+    raise ValueError(f"{source}={version!r}: the versions are {', '.join(map(str, versions()))}")
 
 
 def _asked(argument: int | None) -> tuple[int, str] | None:
-    """The version asked for and by what: argument, then block, then environment."""
+    """The version asked for, and by what."""
     if argument is not None:
-        return _known(argument, "fa_version"), "fa_version argument"
+        return known_version(argument), "the fa_version argument"
     block = _override.get()
     if block is not None:
-        return block, "fa_version block"
+        return block, "the fa_version block"
     setting = env.fa_version()
-    if setting is not None:
-        value = int(setting) if setting.isdigit() else setting
-        return _known(value, "CUPYFLASH_FA_VERSION"), "CUPYFLASH_FA_VERSION"
-    return None
+    if setting is None:
+        return None
+    value = int(setting) if setting.isdigit() else setting
+    return known_version(value, "CUPYFLASH_FA_VERSION"), "CUPYFLASH_FA_VERSION"
 
 
-def _reason(version: int, need: Need, capability: Capability) -> str | None:
-    for rule in SUPPORT[version]:
-        if not rule.holds(need, capability):
-            return rule.reason(need, capability)
-    return None
-
-
-def resolve_version(need: Need, capability: Capability, argument: int | None = None) -> int:
+def resolve_version(
+    problem: AttentionProblem, capability: Capability, argument: int | None = None
+) -> int:
     """The version that runs, or an error with the reason of each that cannot.
 
     Parameters
     ----------
-    need : Need
-    capability : tuple of int
+    problem : AttentionProblem
+    capability : (int, int)
         Compute capability of the device.
     argument : int, optional
-        The call's own ``fa_version``; wins over block and environment.
+        The call's own ``fa_version``.
 
     Returns
     -------
@@ -190,57 +102,75 @@ def resolve_version(need: Need, capability: Capability, argument: int | None = N
     Raises
     ------
     ValueError
-        The version that was asked for does not exist or cannot serve this here.
+        The version asked for does not exist, or cannot run this.
     NotImplementedError
-        None was asked for and none can serve this here.
+        None was asked for, and none can run this.
     """
-    asked = _asked(argument)
+    return resolve_need(need_of(problem), capability, argument)
+
+
+def resolve_need(need: Need, capability: Capability, argument: int | None = None) -> int:
+    """As `resolve_version`, for what a problem asks of a kernel."""
+    return _resolve(need, capability, _asked(argument))
+
+
+@lru_cache(maxsize=1024)
+def _resolve(need: Need, capability: Capability, asked: tuple[int, str] | None) -> int:
+    reasons = {v: unsupported_reason(v, need, capability) for v in versions()}
+    running = [v for v, reason in reasons.items() if reason is None]
     if asked is not None:
         version, source = asked
-        reason = _reason(version, need, capability)
-        if reason is not None:
-            raise ValueError(f"version {version} (from the {source}) cannot run this: {reason}")
+        if reasons[version] is not None:
+            other = f"; use {running[0]}" if running else ""
+            raise ValueError(f"version {version} (from {source}): {reasons[version]}{other}")
         return version
-    reasons = {}
-    for version in sorted(SUPPORT, reverse=True):
-        found = _reason(version, need, capability)
-        if found is None:
-            return version
-        reasons[version] = found
-    listed = "; ".join(f"version {version}: {text}" for version, text in reasons.items())
-    raise NotImplementedError(f"no version can run this: {listed}")
+    if not running:
+        listed = "; ".join(f"version {v}: {reason}" for v, reason in reasons.items())
+        raise NotImplementedError(f"no version can run this: {listed}")
+    return running[0]
 
 
-def need_of(problem: AttentionProblem) -> Need:
-    """What a problem asks of a kernel."""
-    return Need(
-        head_dim=problem.head_dim,
-        head_dim_v=problem.head_dim_v,
-        q_type=problem.q_type,
-        kv_type=problem.kv_type,
-        alibi=problem.has_alibi,
-        sink=problem.has_sink,
-        softcap=problem.softcap > 0,
-        window=problem.window_left >= 0 or problem.window_right > 0,
-        paged=problem.page_size is not None,
-    )
+def capability_of(array: Any) -> Capability:
+    """Of the active device, or the GPU that holds the array."""
+    return device_for(array).info.capability
 
 
-def _current_capability() -> Capability | None:
-    """Of the active device or the current GPU; None where there is no NVIDIA GPU."""
-    from .runtime.device import active_device
+@lru_cache(maxsize=64)
+def _capability_of_ordinal(ordinal: int) -> Capability:
+    import cupy
 
+    text = cupy.cuda.Device(ordinal).compute_capability
+    return int(text[:-1]), int(text[-1])
+
+
+def current_capability() -> tuple[Capability | None, str]:
+    """Of the active device or the current GPU; else None and the reason."""
     device = active_device()
     if device is not None:
-        return device.info.capability
+        return device.info.capability, ""
+    otherwise = "NumPy arrays are computed on the CPU"
     try:
         import cupy
     except ImportError:
-        return None
-    if not cupy.is_available() or cupy.cuda.runtime.is_hip:
-        return None
-    text = cupy.cuda.Device().compute_capability
-    return int(text[:-1]), int(text[-1])
+        return None, f"CuPy is not installed, so no GPU can be used; {otherwise}"
+    if cupy.cuda.runtime.is_hip:
+        return None, f"CuPy was built for ROCm, and the kernels are CUDA; {otherwise}"
+    if not cupy.is_available():
+        return None, f"CuPy finds no NVIDIA GPU; {otherwise}"
+    return _capability_of_ordinal(cupy.cuda.Device().id), ""
+
+
+def _need(
+    requires_alibi: bool,
+    head_size: int | None,
+    head_size_v: int | None,
+    has_sinks: bool,
+    kv_cache_dtype: str,
+) -> Need:
+    plain = {"auto": BF16, "bfloat16": BF16, "float16": FP16, "half": FP16}
+    kv = plain.get(kv_cache_dtype) or parse_fp8(kv_cache_dtype, "kv_cache_dtype")
+    q = kv if not kv.is_fp8 else BF16
+    return Need(head_size, head_size_v, q, kv, requires_alibi, has_sinks)
 
 
 def get_flash_attn_version(
@@ -250,59 +180,80 @@ def get_flash_attn_version(
     has_sinks: bool = False,
     kv_cache_dtype: str = "auto",
 ) -> int | None:
-    """The version that a problem would get on the current GPU.
+    """The version that such a problem gets on the current GPU.
 
     Parameters
     ----------
     requires_alibi : bool
     head_size, head_size_v : int, optional
-        None = any that a version takes.
+        Of q and k, of v; None = any that a version takes.
     has_sinks : bool
     kv_cache_dtype : str
-        ``"auto"`` or 16-bit names, or an fp8 spelling.
+        ``"auto"``, ``"bfloat16"``, ``"float16"`` or an fp8 spelling.
 
     Returns
     -------
     int or None
-        None when there is no NVIDIA GPU (NumPy arrays still work), or no version can serve it;
-        `fa_version_unsupported_reason` says why.
+        None where there is no NVIDIA GPU, or no version that runs it;
+        `fa_version_unsupported_reason` with the same arguments says why.
 
     Raises
     ------
     ValueError
-        ``CUPYFLASH_FA_VERSION`` or the surrounding `fa_version` block asks for a version that
-        cannot serve this here.
+        An unknown spelling; or the version of the surrounding block or of
+        ``CUPYFLASH_FA_VERSION`` does not exist or cannot run this.
     """
-    capability = _current_capability()
+    need = _need(requires_alibi, head_size, head_size_v, has_sinks, kv_cache_dtype)
+    capability, _ = current_capability()
     if capability is None:
         return None
-    kv = BF16
-    if kv_cache_dtype not in ("auto", "bfloat16", "float16", "half"):
-        kv = parse_fp8(kv_cache_dtype, "kv_cache_dtype")
-    need = Need(head_size, head_size_v, kv_type=kv, alibi=requires_alibi, sink=has_sinks)
     try:
-        return resolve_version(need, capability)
+        return _resolve(need, capability, _asked(None))
     except NotImplementedError:
         return None
 
 
-def fa_version_unsupported_reason(version: int, need: Need | None = None) -> str | None:
+def fa_version_unsupported_reason(
+    version: int,
+    requires_alibi: bool = False,
+    head_size: int | None = None,
+    head_size_v: int | None = None,
+    has_sinks: bool = False,
+    kv_cache_dtype: str = "auto",
+) -> str | None:
     """Why a version cannot run on the current GPU; None when it can.
+
+    Parameters
+    ----------
+    version : int
+    requires_alibi, head_size, head_size_v, has_sinks, kv_cache_dtype
+        As `get_flash_attn_version`; the least demanding problem if left out.
+
+    Returns
+    -------
+    str or None
 
     Raises
     ------
     ValueError
-        There is no such version.
+        There is no such version, or an unknown spelling.
     """
-    _known(version, "fa_version")
-    capability = _current_capability()
-    if capability is None:
-        return "there is no NVIDIA GPU that CuPy can use; NumPy arrays run on the CPU"
-    return _reason(version, need or Need(), capability)
+    known_version(version)
+    need = _need(requires_alibi, head_size, head_size_v, has_sinks, kv_cache_dtype)
+    capability, reason = current_capability()
+    return reason if capability is None else unsupported_reason(version, need, capability)
 
 
 def is_fa_version_supported(version: int) -> bool:
-    """Whether a version runs on the current GPU.
+    """Whether a version runs on the current GPU, at least for the least demanding problem.
+
+    Parameters
+    ----------
+    version : int
+
+    Returns
+    -------
+    bool
 
     Raises
     ------
@@ -313,16 +264,30 @@ def is_fa_version_supported(version: int) -> bool:
 
 
 def flash_attn_supports_fp8() -> bool:
-    """Whether a kernel on the current GPU reads an 8-bit KV cache."""
-    capability = _current_capability()
+    """Whether a kernel reads 8-bit keys and values on the current GPU.
+
+    Returns
+    -------
+    bool
+    """
+    capability, _ = current_capability()
     if capability is None:
         return False
     need = Need(kv_type=E4M3)
-    return any(_reason(version, need, capability) is None for version in SUPPORT)
+    return any(unsupported_reason(version, need, capability) is None for version in versions())
 
 
-def get_fp8_dtype_for_flashattn(kv_cache_dtype: str) -> object:
-    """The NumPy dtype behind an fp8 cache spelling.
+def get_fp8_dtype_for_flashattn(kv_cache_dtype: str) -> np.dtype[Any]:
+    """The NumPy dtype (of ml_dtypes) behind the spelling of an fp8 cache.
+
+    Parameters
+    ----------
+    kv_cache_dtype : str
+        ``"fp8"``, ``"fp8_e4m3"``, ``"fp8_e5m2"``, ...
+
+    Returns
+    -------
+    numpy.dtype
 
     Raises
     ------

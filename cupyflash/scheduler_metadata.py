@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+import hashlib
+from dataclasses import dataclass
+from functools import lru_cache
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .runtime import rules
-from .runtime.arrays import array_module, as_array, on_host
-from .runtime.dtypes import ScalarType, parse_scalar_type
+from .fa_version import capability_of, resolve_need
+from .families import FAMILIES
+from .runtime import env
+from .runtime.arrays import place, spec_of
+from .runtime.call import Call
+from .runtime.dtypes import BF16, ScalarType, parse_scalar_type
 from .runtime.problem import AttentionProblem
+from .runtime.rules.numbers import flag, non_negative
+from .runtime.rules.operands import check_head_dims, check_heads
+from .runtime.rules.score import window
+from .runtime.rules.sequences import check_lengths
+from .support import Need
 
-__all__ = ["SchedulerMetadata", "check_metadata", "get_scheduler_metadata"]
+__all__ = [
+    "HEADER",
+    "ScheduleBounds",
+    "SchedulerMetadata",
+    "check_metadata",
+    "get_scheduler_metadata",
+]
+
+HEADER = 4
+"""int32 words in front of every schedule: its hash (two words), the batch size, and 0."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduleBounds:
+class ScheduleBounds(NamedTuple):
     """What a schedule was made for; a call that differs in any of it is refused."""
 
     batch: int
@@ -30,23 +49,39 @@ class ScheduleBounds:
     page_size: int | None
     window_left: int
     window_right: int
-    has_softcap: bool
     num_splits: int
+    has_softcap: bool
 
 
-@dataclass(frozen=True, slots=True)
+_of_problem = attrgetter(*ScheduleBounds._fields[:-1])
+
+
+@dataclass(frozen=True)
 class SchedulerMetadata:
     """A schedule and what it is for.
 
     Attributes
     ----------
     buffer : array, int32
-        The schedule itself, on the arrays' side. NumPy arrays need none: it is empty there.
+        The schedule, where the arrays are. On the CPU nothing is scheduled, and it is only the
+        header that says what it is for.
     bounds : ScheduleBounds
     """
 
     buffer: Any
     bounds: ScheduleBounds
+
+    @property
+    def parameter_hash(self) -> tuple[int, int]:
+        """The bounds as two int32, the same in every process."""
+        return _hash(self.bounds)
+
+
+@lru_cache(maxsize=1024)
+def _hash(bounds: ScheduleBounds) -> tuple[int, int]:
+    text = repr(tuple(bounds._replace(kv_type=bounds.kv_type.name)))  # type: ignore[arg-type]
+    low, high = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), "<i4")
+    return int(low), int(high)
 
 
 def get_scheduler_metadata(
@@ -63,7 +98,7 @@ def get_scheduler_metadata(
     page_size: int | None = None,
     *,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: tuple[int, int] | None = (-1, -1),
     has_softcap: bool = False,
     num_splits: int = 0,
     fa_version: int | None = None,
@@ -74,22 +109,28 @@ def get_scheduler_metadata(
 
     Parameters
     ----------
-    batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v : int
-        Bounds and geometry of the calls that will use it.
+    batch_size, max_seqlen_q, max_seqlen_k : int
+        As the calls will have them.
+    num_heads_q, num_heads_kv, headdim : int
     cache_seqlens : array [batch], int32
         Keys of each request.
     qkv_dtype : str or dtype
         Of k and v: ``"bfloat16"``, ``"float16"``, ``"float32"`` or an fp8 spelling.
+    headdim_v : int, optional
+        `headdim` if None.
     cu_seqlens_q : array [batch + 1], int32, optional
-        None = one query a request.
+        Where each request's queries start; one query a request if None.
     page_size : int, optional
-        None = packed keys.
+        Block size of the cache; None = packed keys.
     causal, window_size, num_splits, fa_version
         As the calls will pass them.
     has_softcap : bool
+        Whether the calls pass a softcap.
     out : array, int32, optional
-        Buffer to write the schedule to (for CUDA graphs).
+        Where to write the schedule, so that its address stays (CUDA graphs); what is left of it is
+        set to 0.
     stream : int or stream, optional
+        The current stream of the arrays' device if None. The CPU has none.
 
     Returns
     -------
@@ -98,56 +139,115 @@ def get_scheduler_metadata(
     Raises
     ------
     TypeError, ValueError
-        Lengths of another dtype or size, or bounds that no call could have.
+        Lengths of another dtype or size, bounds that no call could have, a buffer that is too
+        small (says the size needed).
     NotImplementedError
-        Arrays on a GPU, in a release without attention kernels.
+        No version can run such calls on this GPU.
     """
-    lengths = as_array(cache_seqlens, "cache_seqlens")
-    starts = None if cu_seqlens_q is None else as_array(cu_seqlens_q, "cu_seqlens_q")
-    rules.check_lengths("cache_seqlens", rules.spec_of(lengths), batch_size)
-    if starts is not None:
-        rules.check_lengths("cu_seqlens_q", rules.spec_of(starts), batch_size + 1)
-    for name, bound in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
-        rules.check_bound(name, bound)
-    rules.check_bound("num_splits", num_splits)
-    rules.check_heads(num_heads_q, num_heads_kv, num_heads_kv, [], [])
-    head_dim_v = headdim if headdim_v is None else headdim_v
-    rules.check_head_dims(headdim, headdim, head_dim_v)
-    left, right = rules.window(tuple(window_size), causal)  # type: ignore[arg-type]
-    bounds = ScheduleBounds(
-        batch_size, int(max_seqlen_q), int(max_seqlen_k), num_heads_q, num_heads_kv, headdim,
-        head_dim_v, parse_scalar_type(qkv_dtype, "qkv_dtype"), page_size, left, right,
-        bool(has_softcap), int(num_splits),
+    given = (cache_seqlens, cu_seqlens_q, out)
+    (lengths, starts, out), on_host = place(("cache_seqlens", "cu_seqlens_q", "out"), given)
+    bounds = _bounds(
+        batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v,
+        qkv_dtype, page_size, causal, window_size, has_softcap, num_splits,
     )  # fmt: skip
-    if not on_host(cache_seqlens=lengths, cu_seqlens_q=starts, out=out):
-        raise NotImplementedError(
-            "schedules on a GPU come with the attention kernels, which are not built in this "
-            "release; NumPy arrays run on the CPU"
-        )
-    buffer = array_module(lengths).empty(0, np.int32) if out is None else out
+    check_lengths("cache_seqlens", spec_of(lengths), bounds.batch)
+    if starts is not None:
+        check_lengths("cu_seqlens_q", spec_of(starts), bounds.batch + 1)
+    if out is not None and (out.dtype != np.int32 or out.ndim != 1 or out.size < HEADER):
+        raise ValueError(f"out is {out.dtype} {out.shape}; it must be int32 [at least {HEADER}]")
+    if not on_host:
+        need = Need(bounds.head_dim, bounds.head_dim_v, _query_type(bounds.kv_type), bounds.kv_type)
+        version = resolve_need(need, capability_of(lengths), fa_version)
+        buffer = FAMILIES[version].schedule(bounds, lengths, starts, out, stream)
+        return SchedulerMetadata(buffer, bounds)
+    buffer = np.empty(HEADER, np.int32) if out is None else out
+    buffer[:HEADER] = (*_hash(bounds), bounds.batch, 0)
+    buffer[HEADER:] = 0
     return SchedulerMetadata(buffer, bounds)
 
 
-def check_metadata(metadata: SchedulerMetadata, problem: AttentionProblem) -> None:
+def _bounds(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    headdim_v: int | None,
+    qkv_dtype: Any,
+    page_size: int | None,
+    causal: bool,
+    window_size: tuple[int, int] | None,
+    has_softcap: bool,
+    num_splits: int,
+) -> ScheduleBounds:
+    check_heads(num_heads_q, num_heads_kv, num_heads_kv, [], [])
+    head_dim_v = headdim if headdim_v is None else headdim_v
+    check_head_dims(headdim, headdim, head_dim_v)
+    if page_size is not None and non_negative("page_size", page_size) < 1:
+        raise ValueError("page_size=0 must be at least 1, or None for packed keys")
+    left, right = window(
+        None if window_size is None else tuple(window_size), flag("causal", causal)
+    )
+    return ScheduleBounds(
+        non_negative("batch_size", batch_size),
+        non_negative("max_seqlen_q", max_seqlen_q),
+        non_negative("max_seqlen_k", max_seqlen_k),
+        num_heads_q,
+        num_heads_kv,
+        headdim,
+        head_dim_v,
+        parse_scalar_type(qkv_dtype, "qkv_dtype"),
+        page_size,
+        left,
+        right,
+        non_negative("num_splits", num_splits),
+        flag("has_softcap", has_softcap),
+    )
+
+
+def _query_type(kv_type: ScalarType) -> ScalarType:
+    return BF16 if kv_type.is_fp8 else kv_type
+
+
+def _asked(problem: AttentionProblem) -> ScheduleBounds:
+    return ScheduleBounds._make((*_of_problem(problem), problem.softcap > 0))
+
+
+def check_metadata(metadata: Any, call: Call) -> None:
     """Refuse a schedule that was made for other bounds.
+
+    A bare buffer is known by its header, which is read on the CPU, and on a GPU under
+    ``CUPYFLASH_CHECK=1``.
 
     Raises
     ------
     TypeError
-        It is not what `get_scheduler_metadata` returns.
+        It is not what `get_scheduler_metadata` returns, or the buffer of it.
     ValueError
         It was made for something else; names what differs.
     """
-    if not isinstance(metadata, SchedulerMetadata):
+    asked = _asked(call.problem)
+    if isinstance(metadata, SchedulerMetadata):
+        if metadata.bounds != asked:
+            pairs = zip(ScheduleBounds._fields, metadata.bounds, asked, strict=True)
+            differ = [f"{n}={_show(a)} (the call has {_show(b)})" for n, a, b in pairs if a != b]
+            raise ValueError(f"scheduler_metadata was made for {', '.join(differ)}")
+        metadata = metadata.buffer
+    (buffer, _), on_host = place(("scheduler_metadata", "q"), (metadata, call.arrays.q))
+    if buffer.dtype != np.int32 or buffer.ndim != 1 or buffer.size < HEADER:
         raise TypeError(
-            f"scheduler_metadata is {type(metadata).__name__}; pass what get_scheduler_metadata "
-            "returned"
+            f"scheduler_metadata is {buffer.dtype} {buffer.shape}; pass what "
+            "get_scheduler_metadata returned, or its int32 buffer"
         )
-    given = {f.name: getattr(metadata.bounds, f.name) for f in fields(ScheduleBounds)}
-    asked = {name: getattr(problem, name) for name in given if name != "has_softcap"}
-    asked["has_softcap"] = problem.softcap > 0
-    differ = [
-        f"{n}={given[n]!r} (the call has {asked[n]!r})" for n in given if given[n] != asked[n]
-    ]
-    if differ:
-        raise ValueError(f"scheduler_metadata was made for {', '.join(differ)}")
+    if on_host or env.check():
+        head = buffer[:HEADER].get() if hasattr(buffer, "get") else buffer[:HEADER]
+        if tuple(map(int, head[:2])) != _hash(asked):
+            raise ValueError(
+                "the header of scheduler_metadata says that it was made for other bounds than "
+                f"{', '.join(f'{n}={_show(v)}' for n, v in asked._asdict().items())}"
+            )
+
+
+def _show(value: Any) -> str:
+    return value.name if isinstance(value, ScalarType) else repr(value)

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from batches import arguments, mean_batch, random_batch, starts
 
-from cupyflash.attention import flash_attn_func, flash_attn_varlen_func
-from cupyflash.cascade import cascade_attention
-from cupyflash.kv_cache import flash_attn_with_kvcache
+from cupyflash import (
+    cascade_attention,
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from cupyflash.testing import LAYOUTS, PATTERNS, Case, attention_oracle, expect_attention
 
 

@@ -10,7 +10,7 @@ from cupyflash.runtime.dtypes import ScalarType
 
 from .convert import Array, round_to_fp8, storage
 
-__all__ = ["write_cache"]
+__all__ = ["check_slots", "write_cache"]
 
 _TOKENS = 4096
 
@@ -45,18 +45,23 @@ def write_cache(
     """
     slots = slot_mapping.astype(np.int64)
     num_blocks, block_size = key_cache.shape[:2]
-    if slots.size and slots.max() >= num_blocks * block_size:
-        raise ValueError(
-            f"slot_mapping[{int(slots.argmax())}]={slots.max()} must be less than "
-            f"{num_blocks * block_size}, the slots of the cache ({num_blocks} blocks of "
-            f"{block_size})"
-        )
+    check_slots(slots, num_blocks, block_size)
     live = np.flatnonzero(slots >= 0)
     for start in range(0, len(live), _TOKENS):
         tokens = live[start : start + _TOKENS]
         index = np.divmod(slots[tokens], block_size)
         for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
             storage(cache, cache_type)[index] = _convert(new[tokens], cache_type, scale)
+
+
+def check_slots(slots: Array, num_blocks: int, block_size: int) -> None:
+    """Refuse slots past the end of the cache; negative ones are skipped elsewhere."""
+    if slots.size and slots.max() >= num_blocks * block_size:
+        raise ValueError(
+            f"slot_mapping[{int(slots.argmax())}]={slots.max()} must be less than "
+            f"{num_blocks * block_size}, the slots of the cache ({num_blocks} blocks of "
+            f"{block_size})"
+        )
 
 
 def _convert(new: Array, cache_type: ScalarType, scale: Any) -> Array:

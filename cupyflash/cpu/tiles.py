@@ -11,7 +11,7 @@ from cupyflash.runtime.problem import AttentionProblem
 
 from .convert import Array
 
-__all__ = ["Tiles", "group_tiles", "make_tiles", "read_lengths"]
+__all__ = ["Tiles", "group_tiles", "key_block", "make_tiles", "read_lengths", "tile_rows"]
 
 # Measured on two cores: smaller steps lose time to Python, larger ones fall out of the cache.
 _SCORES_PER_STEP = 1 << 20
@@ -41,8 +41,8 @@ class Tiles:
 
     @property
     def key_block(self) -> int:
-        """Keys of one step; few rows leave the converted keys as the larger part of the data."""
-        return _KEY_BLOCK_SHORT if self.rows <= _SHORT else _KEY_BLOCK
+        """Keys of one step."""
+        return key_block(self.rows)
 
     def longest_first(self) -> Tiles:
         return self[np.argsort(self.kv_begin - self.kv_end, kind="stable")]
@@ -101,14 +101,24 @@ def _check_starts(name: str, starts: Array, total: int, operand: str) -> None:
         )
 
 
+def tile_rows(problem: AttentionProblem) -> int:
+    """Rows of a full tile."""
+    height = _SCORES_PER_STEP // (problem.num_heads_q * _KEY_BLOCK) // _SHORT * _SHORT
+    return max(_SHORT, min(256, height))
+
+
+def key_block(rows: int) -> int:
+    """Keys of one step; few rows leave the converted keys as the larger part of the data."""
+    return _KEY_BLOCK_SHORT if rows <= _SHORT else _KEY_BLOCK
+
+
 def make_tiles(problem: AttentionProblem, starts_q: Array, k_lengths: Array) -> list[Tiles]:
     """Cut every request's rows into tiles; one entry per tile height, longest key range first.
 
     The height depends on the head count alone, never on the batch, so a request's bits do not
     depend on its neighbours.
     """
-    height = _SCORES_PER_STEP // (problem.num_heads_q * _KEY_BLOCK) // _SHORT * _SHORT
-    height = max(_SHORT, min(256, height))
+    height = tile_rows(problem)
     q_lengths = np.diff(starts_q)
     counts = -(-q_lengths // height)
     request = np.repeat(np.arange(problem.batch), counts)

@@ -1,28 +1,88 @@
-"""Which side an argument's memory is on: NumPy arrays, or arrays of a GPU."""
+"""The arrays of a call: whose memory they are, and what the rules may see of them."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .device import active_device
 
-__all__ = ["array_module", "as_array", "merge_leading", "on_host"]
+__all__ = [
+    "ArraySpec",
+    "AttentionArrays",
+    "array_module",
+    "as_array",
+    "merge_leading",
+    "place",
+    "spec_of",
+    "specs",
+]
+
+_NONE = type(None)
+
+
+class AttentionArrays(NamedTuple):
+    """The arrays of one attention call; None where an optional one is absent."""
+
+    q: Any
+    k: Any
+    v: Any
+    cu_seqlens_q: Any
+    cu_seqlens_k: Any = None
+    seqused_k: Any = None
+    block_table: Any = None
+    alibi_slopes: Any = None
+    s_aux: Any = None
+    out: Any = None
+    lse: Any = None
+
+
+class ArraySpec(NamedTuple):
+    """Shape, dtype and strides (bytes) of an array: no memory, no address."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    strides: tuple[int, ...]
+
+    @property
+    def unit_stride(self) -> bool:
+        """Whether the last dimension is contiguous."""
+        shape = self.shape
+        if not shape or shape[-1] == 1 or 0 in shape:
+            return True
+        return bool(self.strides[-1] == self.dtype.itemsize)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether two elements share memory because a stride is 0."""
+        return 0 not in self.shape and any(
+            n > 1 and not s for n, s in zip(self.shape, self.strides, strict=True)
+        )
+
+
+def specs(arrays: Sequence[Any]) -> tuple[tuple[Any, ...] | None, ...]:
+    """Shape, dtype and strides of each array as plain tuples: a key that is quick to make."""
+    return tuple([None if a is None else (a.shape, a.dtype, a.strides) for a in arrays])
+
+
+def spec_of(array: Any) -> ArraySpec | None:
+    """The spec of an array; None for None."""
+    return None if array is None else ArraySpec(array.shape, array.dtype, array.strides)
 
 
 def as_array(value: Any, name: str) -> Any:
-    """The argument as a NumPy or CuPy array, without a copy.
-
-    Any object with ``__cuda_array_interface__`` or DLPack on a GPU becomes a CuPy array over the
-    same memory.
+    """The argument as a NumPy or CuPy array over the same memory.
 
     Raises
     ------
     TypeError
         It is not an array, or lies where no kernel of ours can read it.
     """
-    if isinstance(value, np.ndarray) or type(value).__module__.startswith("cupy"):
+    if isinstance(value, np.ndarray):
+        return value.view(np.ndarray)
+    if type(value).__module__.partition(".")[0] == "cupy":
         return value
     if hasattr(value, "__cuda_array_interface__"):
         import cupy as cp
@@ -43,38 +103,58 @@ def as_array(value: Any, name: str) -> Any:
     )
 
 
-def on_host(**arrays: Any) -> bool:
-    """Whether a call computes with NumPy: all of its arrays are NumPy's and no device is set.
+def array_module(array: Any) -> Any:
+    """``numpy`` or ``cupy``, whichever the array is of."""
+    if isinstance(array, np.ndarray):
+        return np
+    import cupy
 
-    ``arrays`` holds those that ``as_array`` gave, or None for absent ones.
+    return cupy
+
+
+def place(names: Sequence[str], arrays: Sequence[Any]) -> tuple[Sequence[Any], bool]:
+    """The arrays as NumPy's or CuPy's, and whether the call is computed with NumPy.
+
+    It is where all of them are NumPy arrays and no device is set. None is passed on.
 
     Raises
     ------
     TypeError
-        Some are NumPy arrays and some are on a GPU.
+        Something is not an array, or some are NumPy arrays and some are on a GPU.
     ValueError
         They are on several GPUs.
     """
-    host = {name for name, a in arrays.items() if isinstance(a, np.ndarray)}
-    device = {name: a.device.id for name, a in arrays.items() if a is not None and name not in host}
+    kinds = set(map(type, arrays))
+    kinds.discard(_NONE)
+    if kinds == {np.ndarray}:
+        return arrays, active_device() is None
+    if len(kinds) != 1 or kinds.pop().__module__ != "cupy":
+        arrays = [a if a is None else as_array(a, n) for n, a in zip(names, arrays, strict=True)]
+        _check_one_side(names, arrays)
+        if isinstance(next(a for a in arrays if a is not None), np.ndarray):
+            return arrays, active_device() is None
+    ordinals = {a.data.device_id for a in arrays if a is not None}
+    if len(ordinals) > 1:
+        where = ", ".join(
+            f"{n} on {a.data.device_id}"
+            for n, a in zip(names, arrays, strict=True)
+            if a is not None
+        )
+        raise ValueError(f"arrays of one call are on several GPUs: {where}; use one GPU a call")
+    return arrays, False
+
+
+def _check_one_side(names: Sequence[str], arrays: Sequence[Any]) -> None:
+    given = [
+        (n, isinstance(a, np.ndarray)) for n, a in zip(names, arrays, strict=True) if a is not None
+    ]
+    host = [n for n, on_host in given if on_host]
+    device = [n for n, on_host in given if not on_host]
     if host and device:
         raise TypeError(
-            f"NumPy arrays ({', '.join(sorted(host))}) and GPU arrays "
-            f"({', '.join(sorted(device))}) in one call; put all of them on one side"
+            f"NumPy arrays ({', '.join(host)}) and GPU arrays ({', '.join(device)}) in one call; "
+            "put all of them on one side"
         )
-    if len(set(device.values())) > 1:
-        where = ", ".join(f"{name} on {ordinal}" for name, ordinal in device.items())
-        raise ValueError(f"arrays of one call are on several GPUs: {where}; use one GPU a call")
-    return not device and active_device() is None
-
-
-def array_module(array: Any) -> Any:
-    """``numpy`` or ``cupy``, whichever made the array."""
-    if isinstance(array, np.ndarray):
-        return np
-    import cupy as cp
-
-    return cp
 
 
 def merge_leading(array: Any, name: str, copy: bool = False) -> Any:

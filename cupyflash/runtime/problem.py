@@ -6,9 +6,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from . import rules
+import numpy as np
+
+from .arrays import ArraySpec, AttentionArrays
 from .dtypes import ScalarType
-from .rules import ArraySpec
+from .rules.operands import (
+    check_head_dims,
+    check_heads,
+    check_operand,
+    check_result,
+    operand_types,
+    output_type,
+)
+from .rules.score import check_alibi, check_descales, check_sink, check_softcap, window
+from .rules.sequences import check_sequences
 
 __all__ = ["AttentionProblem", "describe"]
 
@@ -83,61 +94,59 @@ class AttentionProblem:
 
 @lru_cache(maxsize=4096)
 def describe(
-    q: ArraySpec,
-    k: ArraySpec,
-    v: ArraySpec,
+    arrays: tuple[Any, ...],
+    descales: tuple[Any, ...],
     max_seqlen_q: int,
-    cu_seqlens_q: ArraySpec,
     max_seqlen_k: int,
-    cu_seqlens_k: ArraySpec | None,
-    seqused_k: ArraySpec | None,
-    block_table: ArraySpec | None,
-    out: ArraySpec | None,
-    lse: ArraySpec | None,
-    alibi_slopes: ArraySpec | None,
-    s_aux: ArraySpec | None,
-    descales: tuple[Any, Any, Any],
     softmax_scale: float | None,
     causal: bool,
     window_size: tuple[int, int] | None,
     softcap: float,
     fp8_dtype: str,
     q_fp8_dtype: str | None,
-    return_softmax_lse: bool,
+    wants_lse: bool,
     num_splits: int,
     batch_invariant: bool,
     on_host: bool,
 ) -> AttentionProblem:
-    """The problem that a call states, validated; the arguments are those of the call.
+    """The validated problem that a call states; equal calls are described once.
 
-    Arrays come as `rules.ArraySpec`, so equal calls are described once.
+    Parameters
+    ----------
+    arrays : tuple
+        ``arrays.specs`` of an `AttentionArrays`.
+    descales : tuple
+        For q, k and v: None, a number, or the spec of an array.
+    on_host : bool
+        The call is computed with NumPy.
 
     Raises
     ------
     TypeError, ValueError
         What was given, the rule that it breaks, and what would work.
     """
-    paged = block_table is not None
-    rules.check_sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, block_table)
-    batch = cu_seqlens_q.shape[0] - 1
-    total_q, heads_q, head_dim = rules.check_rank("q", q, 3, "[total_q, Hq, D]")
-    layout = "[num_blocks, block_size, Hk, D]" if paged else "[total_k, Hk, D]"
-    *rows_k, heads_kv, head_dim_k = rules.check_rank("k", k, 4 if paged else 3, layout)
-    *rows_v, heads_v, head_dim_v = rules.check_rank("v", v, 4 if paged else 3, layout)
-    rules.check_heads(heads_q, heads_kv, heads_v, rows_k, rows_v)
-    rules.check_head_dims(head_dim, head_dim_k, head_dim_v)
-    q_type, kv_type = rules.storage_types(q, k, v, fp8_dtype, q_fp8_dtype, on_host)
-    out_type = rules.output_type(q_type, out)
-    rules.check_output("out", out, (total_q, heads_q, head_dim_v))
-    rules.check_output("lse", lse, (heads_q, total_q))
-    rules.check_lse_type(lse)
-    left, right = rules.window(window_size, causal)
-    rules.check_modifiers(alibi_slopes, s_aux, heads_q, batch)
-    rules.check_descales(descales, q_type, kv_type, batch, heads_kv)
-    rules.check_bound("max_seqlen_q", max_seqlen_q)
-    rules.check_bound("max_seqlen_k", max_seqlen_k)
-    rules.check_bound("num_splits", num_splits)
-    rules.check_softcap(softcap)
+    a = AttentionArrays(*(None if spec is None else ArraySpec(*spec) for spec in arrays))
+    paged = a.block_table is not None
+    batch = check_sequences(a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k, a.block_table)
+    total_q, heads_q, head_dim = check_operand("q", a.q, "[total_q, Hq, D]")
+    rows = "num_blocks, block_size" if paged else "total_k"
+    *rows_k, heads_kv, head_dim_k = check_operand("k", a.k, f"[{rows}, Hk, D]")
+    *rows_v, heads_v, head_dim_v = check_operand("v", a.v, f"[{rows}, Hk, Dv]")
+    check_heads(heads_q, heads_kv, heads_v, rows_k, rows_v)
+    check_head_dims(head_dim, head_dim_k, head_dim_v)
+    if paged and rows_k[1] < 1:
+        raise ValueError(f"k has shape {a.k.shape}: a block must hold at least 1 token")
+    q_type, kv_type = operand_types(a.q, a.k, a.v, fp8_dtype, q_fp8_dtype, on_host)
+    out_type = output_type(q_type, a.out)
+    check_result("out", a.out, (total_q, heads_q, head_dim_v))
+    check_result("lse", a.lse, (heads_q, total_q))
+    if a.lse is not None and a.lse.dtype != np.float32:
+        raise TypeError(f"lse is {a.lse.dtype}; it must be float32")
+    left, right = window(window_size, causal)
+    check_softcap(softcap)
+    check_alibi(a.alibi_slopes, batch, heads_q)
+    check_sink(a.s_aux, heads_q)
+    check_descales(descales, q_type, kv_type, batch, heads_kv)
     return AttentionProblem(
         batch=batch,
         total_q=total_q,
@@ -150,19 +159,19 @@ def describe(
         q_type=q_type,
         kv_type=kv_type,
         out_type=out_type,
-        page_size=rules.page_size(k) if paged else None,
-        max_blocks=0 if block_table is None else block_table.shape[1],
+        page_size=rows_k[1] if paged else None,
+        max_blocks=a.block_table.shape[1] if paged else 0,
         window_left=left,
         window_right=right,
         softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
-        has_alibi=alibi_slopes is not None,
-        alibi_per_batch=alibi_slopes is not None and len(alibi_slopes.shape) == 2,
-        has_sink=s_aux is not None,
+        has_alibi=a.alibi_slopes is not None,
+        alibi_per_batch=a.alibi_slopes is not None and len(a.alibi_slopes.shape) == 2,
+        has_sink=a.s_aux is not None,
         has_q_descale=descales[0] is not None,
         has_kv_descale=descales[1] is not None or descales[2] is not None,
-        has_seqused_k=seqused_k is not None,
-        wants_lse=return_softmax_lse or lse is not None,
+        has_seqused_k=a.seqused_k is not None,
+        wants_lse=wants_lse or a.lse is not None,
         num_splits=num_splits,
         batch_invariant=batch_invariant,
         cp_world_size=1,

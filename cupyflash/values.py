@@ -1,0 +1,81 @@
+"""What only a read can tell: lengths, bounds, table entries and slots.
+
+NumPy arrays are always checked. Reading a GPU's arrays waits for it, so there it is done under
+``CUPYFLASH_CHECK=1`` only.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .cpu.cache import check_slots
+from .cpu.keys import KeyValue
+from .cpu.tiles import read_lengths
+from .runtime.arrays import AttentionArrays
+from .runtime.call import Call
+from .runtime.problem import AttentionProblem
+
+__all__ = ["check_bounds", "check_slot_values", "check_values"]
+
+
+def check_values(call: Call) -> None:
+    """Read the lengths and the table of a call, and refuse those that point outside of arrays.
+
+    Raises
+    ------
+    ValueError
+        A length, an entry, or a bound that is too small.
+    """
+    problem, arrays, descales, on_host = call
+    small = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
+    read = arrays._replace(**{name: _read(getattr(arrays, name)) for name in small})
+    starts_q, starts_k, lengths = _lengths(problem, read)
+    KeyValue(problem, arrays.k, arrays.v, starts_k, read.block_table).check(starts_q, lengths)
+    check_bounds(Call(problem, read, descales, on_host))
+
+
+def check_bounds(call: Call) -> None:
+    """Refuse lengths above ``max_seqlen_*``; the lengths are NumPy arrays.
+
+    Raises
+    ------
+    ValueError
+        A request is longer than the bound that the call gives.
+    """
+    problem, arrays = call.problem, call.arrays
+    queries = np.diff(arrays.cu_seqlens_q)
+    keys = np.diff(arrays.cu_seqlens_k) if arrays.seqused_k is None else arrays.seqused_k
+    for name, bound, lengths in (
+        ("max_seqlen_q", problem.max_seqlen_q, queries),
+        ("max_seqlen_k", problem.max_seqlen_k, keys),
+    ):
+        if lengths.size and lengths.max() > bound:
+            _lengths(problem, arrays)  # a length that no array has room for is the worse error
+            raise ValueError(
+                f"{name}={bound}, but request {int(lengths.argmax())} has {lengths.max()}; it must "
+                f"be at least {lengths.max()}"
+            )
+
+
+def _lengths(problem: AttentionProblem, arrays: AttentionArrays) -> tuple[Any, Any, Any]:
+    total_k = arrays.k.shape[0] if problem.page_size is None else 0
+    return read_lengths(
+        problem, arrays.cu_seqlens_q, arrays.cu_seqlens_k, arrays.seqused_k, total_k
+    )
+
+
+def check_slot_values(slot_mapping: Any, num_blocks: int, block_size: int) -> None:
+    """Read the slots and refuse those past the end of the cache.
+
+    Raises
+    ------
+    ValueError
+        Such a slot.
+    """
+    check_slots(_read(slot_mapping).astype(np.int64), num_blocks, block_size)
+
+
+def _read(array: Any) -> Any:
+    return array.get() if hasattr(array, "get") else array

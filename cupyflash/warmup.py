@@ -1,0 +1,81 @@
+"""Before the first call: scratch memory sizes, and compiling, loading and allocating ahead."""
+
+from __future__ import annotations
+
+from .bounds import AttentionBounds
+from .fa_version import current_capability, resolve_version
+from .families import FAMILIES
+from .runtime.device import Device, active_device
+from .runtime.launch import prepare
+from .runtime.plan import Plan
+
+__all__ = ["warmup", "workspace_size"]
+
+
+def workspace_size(bounds: AttentionBounds, *, fa_version: int | None = None) -> int:
+    """Bytes of scratch memory that a call within these bounds needs on the current GPU.
+
+    Parameters
+    ----------
+    bounds : AttentionBounds
+    fa_version : int, optional
+        As the calls will pass it.
+
+    Returns
+    -------
+    int
+        0 where there is no NVIDIA GPU: NumPy arrays need none.
+
+    Raises
+    ------
+    ValueError
+        The version asked for cannot run this.
+    NotImplementedError
+        No version can.
+    """
+    device = _current_device()
+    plans = [] if device is None else _plans(bounds, device, fa_version)
+    return max((plan.workspace_bytes for plan in plans), default=0)
+
+
+def warmup(bounds: AttentionBounds, *, fa_version: int | None = None) -> None:
+    """Compile, load and allocate all that calls within these bounds need on the current GPU.
+
+    Afterwards such calls can be captured into a graph on the current stream. Without an NVIDIA GPU
+    there is nothing to do.
+
+    Parameters
+    ----------
+    bounds : AttentionBounds
+    fa_version : int, optional
+        As the calls will pass it.
+
+    Raises
+    ------
+    ValueError
+        The version asked for cannot run this.
+    NotImplementedError
+        No version can.
+    """
+    device = _current_device()
+    if device is not None:
+        prepare(device, _plans(bounds, device, fa_version))
+
+
+def _current_device() -> Device | None:
+    device = active_device()
+    if device is not None:
+        return device
+    if current_capability()[0] is None:
+        return None
+    import cupy
+
+    from .runtime.cupy_device import cupy_device
+
+    return cupy_device(cupy.cuda.Device().id)
+
+
+def _plans(bounds: AttentionBounds, device: Device, fa_version: int | None) -> list[Plan]:
+    problem = bounds.problem()
+    version = resolve_version(problem, device.info.capability, fa_version)
+    return FAMILIES[version].plans(problem, device.info)
