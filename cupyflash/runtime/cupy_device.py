@@ -48,17 +48,14 @@ class CuPyDevice:
         self._context = cp.cuda.Device(ordinal)
         self.ordinal = ordinal
         self.kernels: dict[Variant, Kernel] = {}
-        attributes = self._context.attributes
+        found = self._runtime.getDeviceProperties(ordinal)
         self.info = DeviceInfo(
-            name=self._runtime.getDeviceProperties(ordinal)["name"].decode(),
+            name=found["name"].decode(),
             ordinal=ordinal,
-            capability=(
-                attributes["ComputeCapabilityMajor"],
-                attributes["ComputeCapabilityMinor"],
-            ),
-            num_sms=attributes["MultiProcessorCount"],
-            smem_optin=attributes["MaxSharedMemoryPerBlockOptin"],
-            l2_bytes=attributes["L2CacheSize"],
+            capability=(found["major"], found["minor"]),
+            num_sms=found["multiProcessorCount"],
+            smem_optin=found["sharedMemPerBlockOptin"],
+            l2_bytes=found["l2CacheSize"],
         )
 
     def compile(self, variant: Variant) -> Kernel:
