@@ -66,10 +66,6 @@ def loads():
     yield load_case("tma_5d", spec, 2048, (0, 2, 0, 1, 1), bf16)
     spec = MapSpec(0, 0, (128, 33), (144,), (128, 16), 3)
     yield load_case("tma_2d_bytes", spec, 2048, (0, 20), data)
-    for kind, code in (("bf16", 9), ("f16", 6), ("f32", 7)):
-        size = 4 if kind == "f32" else 2
-        spec = MapSpec(0, code, (40, 10), (256,), (64 // size, 8), 0, 1)
-        yield load_case(f"tma_nan_fill_{kind}", spec, 512, (30, 6), data)
     spec = MapSpec(0, 9, (64, 40), (256,), (64, 16), 3, 0, (1, 2))
     yield load_case("tma_strided_box", spec, 64 * 8 * 2, (0, 5), bf16)
 
@@ -77,22 +73,27 @@ def loads():
 STORE_END = 'asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");'
 
 
+FILL = "for (int i = t; i < 1024; i += 32) ((u32*)smem)[i] = ((const u32*)in0)[i];\n"
+FILL += 'asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); __syncthreads();\n'
+
+
+def store_case(name, spec, coords, data, initial):
+    """One tensor store over ``initial``."""
+    body = (
+        FILL + 'if (t == 0) { asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group '
+    )
+    body += f'[%0, {{%2,%3}}], [%1];" :: "l"(&map0), "r"(saddr(smem)), "r"({coords[0]}), "r"({coords[1]})'
+    body += f' : "memory"); {STORE_END} }}'
+    return Case(name, body, (data,), initial.size, smem=4096, maps=(spec,), initial=initial)
+
+
 def stores():
     data = hashed(8192, np.uint8, 63)
-    fill = "for (int i = t; i < 1024; i += 32) ((u32*)smem)[i] = ((const u32*)in0)[i];\n"
-    fill += 'asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); __syncthreads();\n'
     initial = np.full(24 * 256, 0x11, np.uint8)
     for mode, inner in ((0, 64), (1, 16), (2, 32), (3, 64)):
         spec = MapSpec("out", 9, (96, 20), (256,), (inner, 16), mode)
-        for i, coords in enumerate(((0, 0), (64, 10), (-8, -3))):
-            body = (
-                fill
-                + 'if (t == 0) { asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group '
-            )
-            body += f'[%0, {{%2,%3}}], [%1];" :: "l"(&map0), "r"(saddr(smem)), "r"({coords[0]}), "r"({coords[1]})'
-            body += f' : "memory"); {STORE_END} }}'
-            name = f"tma_store_swizzle{mode}_{i}"
-            yield Case(name, body, (data,), initial.size, smem=4096, maps=(spec,), initial=initial)
+        for i, coords in enumerate(((0, 0), (64, 10))):
+            yield store_case(f"tma_store_swizzle{mode}_{i}", spec, coords, data, initial)
     numbers = (hashed(512, np.uint8, 64) & 63).astype(np.float32)
     for op, kind, dtype, code in (
         ("add", "f32", np.float32, 7),
@@ -108,7 +109,7 @@ def stores():
             values = np.concatenate([numbers] * 4).astype(dtype)
         start = values[::-1].copy().view(np.uint8)[:2048]
         body = (
-            fill
+            FILL
             + f'if (t == 0) {{ asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.{op}'
         )
         body += f'{".noftz" if "16" in kind else ""}.{kind} [%0], [%1], 1024;" :: "l"(out), "r"(saddr(smem))'
@@ -117,7 +118,7 @@ def stores():
         yield Case(f"bulk_reduce_{op}_{kind}", body, (raw,), 2048, smem=4096, initial=start)
         spec = MapSpec("out", code, (64, 8), (64 * values.itemsize,), (16, 8), 0)
         body = (
-            fill
+            FILL
             + f'if (t == 0) {{ asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.{op}.bulk_group'
         )
         body += ' [%0, {%2,%3}], [%1];" :: "l"(&map0), "r"(saddr(smem)), "r"(8), "r"(2)'
@@ -179,6 +180,22 @@ if (t == 0) {
     yield Case("mbarrier_phases", body, (data,), 64, smem=64)
 
 
+def risky():
+    """Last, for a GPU may fault on some of them: then the emulator has to refuse them too."""
+    data = hashed(64 * 1024, np.uint8, 61)
+    spec = MapSpec(0, 9, (40, 10), (256,), (32, 8), 0)
+    yield load_case("tma_unaligned_x", spec, 512, (30, 6), data)
+    for kind, code in (("bf16", 9), ("f16", 6), ("f32", 7)):
+        size = 4 if kind == "f32" else 2
+        spec = MapSpec(0, code, (40, 10), (256,), (64 // size, 8), 0, 1)
+        yield load_case(f"tma_nan_fill_{kind}", spec, 512, (24, 6), data)
+    data = hashed(8192, np.uint8, 63)
+    initial = np.full(24 * 256, 0x11, np.uint8)
+    for tag, coords in (("x", (-8, 0)), ("y", (0, -3)), ("far", (0, 100))):
+        spec = MapSpec("out", 9, (96, 20), (256,), (64, 16), 3)
+        yield store_case(f"tma_store_outside_{tag}", spec, coords, data, initial)
+
+
 def cases():
-    for group in (loads, stores, copies):
+    for group in (loads, copies, stores, risky):
         yield from group()

@@ -54,7 +54,7 @@ def lower_statement(low: Lowering, text: str, scope: Scope) -> None:
     if m[2]:
         low.pred, low.negate = low.value(m[2], 0, scope), bool(m[1])
     mnemonic, parts, args = m[3], m[3].split("."), operands(m[4])
-    if plain(low, mnemonic, parts, args, scope):
+    if mnemonic != "ret" and plain(low, mnemonic, parts, args, scope):
         return
     special = SPECIAL.get(parts[0])
     if special is None:

@@ -13,7 +13,11 @@
 #define TILE (64 * HD * 2)
 
 // 128-byte rows in 16-byte chunks.
+#ifdef NO_SWIZZLE
+PX uint32_t swz(int row, int chunk) { return (uint32_t)(row * 128 + (chunk << 4)); }
+#else
 PX uint32_t swz(int row, int chunk) { return (uint32_t)(row * 128 + ((chunk ^ (row & 7)) << 4)); }
+#endif
 
 PX void load_tile(uint32_t dst, const uint16_t* g, long ld, int row0, int nrows) {
 #pragma unroll
