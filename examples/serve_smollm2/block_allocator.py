@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-__all__ = ["BlockAllocator", "OutOfBlocksError"]
+import numpy as np
 
-Key = tuple[int, tuple[int, ...]]  # the block before it (-1 = none) and its own tokens
+__all__ = ["BlockAllocator", "OutOfBlocksError", "chain_digest"]
+
+
+def chain_digest(before: bytes, tokens: Sequence[int]) -> bytes:
+    """Name of a full block: its tokens and, by the digest before it, all tokens in front of it."""
+    return hashlib.sha256(before + np.asarray(tokens, np.int32).tobytes()).digest()
 
 
 class OutOfBlocksError(Exception):
@@ -15,29 +21,35 @@ class OutOfBlocksError(Exception):
 
 
 class BlockAllocator:
-    """Hands out block numbers.
+    """Hands out block numbers and counts their users.
 
-    A full block can be published under its content: the tokens in it and, through the number of
-    the block before it, all tokens in front of them. A later request with the same beginning gets
-    the same block. A published block that nobody uses any more stays findable until its space is
-    needed, least recently used first.
+    A full block can be published under its `chain_digest`; a later request that begins with the
+    same tokens gets the same block. A published block without users stays findable until its
+    space is needed, least recently used first.
 
     Attributes
     ----------
-    reused : int
-        How many times a block was shared instead of computed again.
+    shared, revived : int
+        How often a block was taken over instead of being computed again: while another request
+        used it (memory saved), and while nobody did.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, sharing: bool = True) -> None:
-        self.block_size, self.sharing, self.reused = block_size, sharing, 0
+    def __init__(self, num_blocks: int) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks} must be at least 1")
+        self.num_blocks = num_blocks
+        self.shared = self.revived = 0
         self._users = [0] * num_blocks
         self._idle: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
-        self._published: dict[Key, int] = {}
-        self._keys: dict[int, Key] = {}
+        self._published: dict[bytes, int] = {}
+        self._digests: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
         return len(self._idle)
+
+    def users(self, block: int) -> int:
+        return self._users[block]
 
     def allocate(self) -> int:
         """A block for new tokens.
@@ -48,59 +60,63 @@ class BlockAllocator:
             All blocks are in use.
         """
         if not self._idle:
-            raise OutOfBlocksError(f"all {len(self._users)} blocks of the KV cache are in use")
+            raise OutOfBlocksError(f"all {self.num_blocks} blocks of the KV cache are in use")
         block, _ = self._idle.popitem(last=False)
-        self._withdraw(block)
+        self.withdraw([block])
         self._users[block] = 1
         return block
 
-    def share_prefix(self, tokens: Sequence[int]) -> list[int]:
-        """Published blocks that hold the beginning of ``tokens``; the caller is now their user.
-
-        One token at least is left over: its logits are still to be computed.
-        """
+    def find(self, digests: Iterable[bytes]) -> list[int]:
+        """Published blocks of the longest known beginning; changes nothing."""
         found: list[int] = []
-        while self.sharing and (len(found) + 1) * self.block_size < len(tokens):
-            block = self._published.get(self._key(found, tokens, len(found)))
-            if block is None:
+        for digest in digests:
+            if digest not in self._published:
                 break
-            self._idle.pop(block, None)
-            self._users[block] += 1
-            found.append(block)
-        self.reused += len(found)
+            found.append(self._published[digest])
         return found
 
-    def publish(self, blocks: Sequence[int], tokens: Sequence[int], first: int, last: int) -> None:
-        """Make the full blocks ``first`` up to ``last`` of a request findable.
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of these have no user, so that taking them over costs a free block."""
+        return sum(block in self._idle for block in blocks)
 
-        Their keys must be in the cache, or be written by the step that is being put together.
-        """
-        if not self.sharing:
-            return
-        for index in range(first, last):
-            key = self._key(blocks, tokens, index)
-            if key not in self._published:
-                self._published[key] = blocks[index]
-                self._keys[blocks[index]] = key
+    def share(self, blocks: Sequence[int]) -> None:
+        """The caller becomes a user of blocks that `find` named."""
+        for block in blocks:
+            if self._users[block]:
+                self.shared += 1
+            else:
+                self.revived += 1
+                del self._idle[block]
+            self._users[block] += 1
+
+    def publish(self, block: int, digest: bytes) -> bool:
+        """Make a full block findable; False if an equal one already is."""
+        if self._users[block] <= 0:
+            raise ValueError(f"block {block} has no user; only a block in use can be published")
+        if digest in self._published or block in self._digests:
+            return False
+        self._published[digest], self._digests[block] = block, digest
+        return True
+
+    def withdraw(self, blocks: Iterable[int]) -> None:
+        """Forget what these blocks hold."""
+        for block in blocks:
+            digest = self._digests.pop(block, None)
+            if digest is not None:
+                del self._published[digest]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The caller uses these blocks no longer. The last ones are the first to be reused."""
-        for block in reversed(blocks):
-            if self._users[block] <= 0:
+        """The caller uses these blocks no longer; the last ones are the first to be reused.
+
+        Raises
+        ------
+        ValueError
+            A block is released more often than it was given out; nothing is released.
+        """
+        for block in set(blocks):
+            if self._users[block] < blocks.count(block):
                 raise ValueError(f"block {block} is released more often than it was given out")
+        for block in reversed(blocks):
             self._users[block] -= 1
             if self._users[block] == 0:
                 self._idle[block] = None
-
-    def _key(self, blocks: Sequence[int], tokens: Sequence[int], index: int) -> Key:
-        before = blocks[index - 1] if index else -1
-        return before, tuple(tokens[index * self.block_size : (index + 1) * self.block_size])
-
-    def _withdraw(self, block: int) -> None:
-        """Forget a block's content, and that of every block that was found through it."""
-        key = self._keys.pop(block, None)
-        if key is None:
-            return
-        del self._published[key]
-        for other in [b for b, (before, _) in self._keys.items() if before == block]:
-            self._withdraw(other)

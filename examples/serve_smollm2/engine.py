@@ -3,54 +3,60 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from .block_allocator import BlockAllocator, OutOfBlocksError
-from .model import Batch, Model
+from .batch import BatchBuffers
+from .block_allocator import BlockAllocator
+from .kv_cache import KVCache
+from .model import Model
 from .request import Request
 from .sampling import Sampling
+from .step import Step, Work, make_batch
 
-__all__ = ["Engine", "Work"]
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A request's share of one step: its next ``count`` uncomputed tokens."""
-
-    request: Request
-    count: int
-
-    @property
-    def gives_token(self) -> bool:
-        return self.count == self.request.pending
+__all__ = ["Engine"]
 
 
 class Engine:
-    """Schedules requests onto a model.
+    """Schedules requests onto a model, first come, first served.
 
     Parameters
     ----------
     model : Model
-    stop_token : int
+    cache : KVCache
+        Of the same model; the engine is its only user.
+    stop_tokens : collection of int
     token_budget : int
         Most tokens of one step; longer prompts are computed in chunks.
+    max_requests : int
+        Most requests of one step.
     sharing : bool
         Whether requests with the same beginning share its blocks.
     """
 
     def __init__(
-        self, model: Model, stop_token: int, token_budget: int = 256, sharing: bool = True
+        self,
+        model: Model,
+        cache: KVCache,
+        stop_tokens: Collection[int],
+        token_budget: int = 256,
+        max_requests: int = 64,
+        sharing: bool = True,
     ) -> None:
-        if token_budget < 1:
-            raise ValueError(f"token_budget={token_budget} must be at least 1")
-        self.model, self.stop_token, self.token_budget = model, stop_token, token_budget
-        self.allocator = BlockAllocator(model.num_blocks, model.block_size, sharing)
+        if token_budget < 1 or max_requests < 1:
+            raise ValueError(
+                f"token_budget={token_budget}, max_requests={max_requests} must be at least 1"
+            )
+        self.model, self.cache, self.stop_tokens = model, cache, frozenset(stop_tokens)
+        self.token_budget, self.max_requests = token_budget, max_requests
+        self.sharing = sharing
+        self.capacity = min(model.config.context, cache.num_blocks * cache.block_size)
+        self.allocator = BlockAllocator(cache.num_blocks)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
-        self.prompt_tokens = self.decode_tokens = 0
+        self._max_blocks = -(-self.capacity // cache.block_size)
+        self._buffers = BatchBuffers(model.xp, token_budget, max_requests, self._max_blocks)
 
     def add(self, tokens: Sequence[int], sampling: Sampling) -> Request:
         """Queue a request.
@@ -58,61 +64,77 @@ class Engine:
         Raises
         ------
         ValueError
-            The prompt is empty, or prompt and answer cannot fit in the context or the cache.
+            The prompt is empty, or prompt and answer cannot fit in the context and the cache.
         """
-        longest = len(tokens) + sampling.max_tokens
-        room = min(self.model.config.context, self.model.num_blocks * self.model.block_size)
-        if not tokens or longest > room:
+        if not tokens:
+            raise ValueError("the prompt has no tokens; it needs at least one")
+        # The last token generated is never computed, so it needs no room.
+        longest = len(tokens) + sampling.max_tokens - 1
+        if longest > self.capacity:
+            room = self.capacity - len(tokens) + 1
+            nearest = f"max_tokens <= {room}" if room > 0 else "a shorter prompt or more blocks"
             raise ValueError(
-                f"{len(tokens)} prompt tokens and up to {sampling.max_tokens} new ones: the "
-                f"prompt must not be empty and both must fit in {room} (context and cache)"
+                f"{len(tokens)} prompt tokens and max_tokens={sampling.max_tokens} do not fit: "
+                f"context {self.model.config.context}, cache {self.cache.num_blocks} blocks of "
+                f"{self.cache.block_size} tokens; use {nearest}"
             )
         request = Request(list(tokens), sampling)
         self.waiting.append(request)
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request now and give its blocks back."""
+        """End a request now and give its blocks back; no effect on a finished one.
+
+        Raises
+        ------
+        ValueError
+            The request is not of this engine.
+        """
+        if request.finished:
+            return
         if request in self.running:
             self.running.remove(request)
         elif request in self.waiting:
             self.waiting.remove(request)
         else:
-            return
+            raise ValueError("the request was not added to this engine")
         self._end(request, "abort")
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def step(self) -> list[Request]:
-        """Compute one batch; the requests that got a token."""
-        work = self._schedule()
+    def run(self) -> Iterator[Step]:
+        """Steps until every request is done."""
+        while self.busy:
+            yield self.step()
+
+    def step(self) -> Step:
+        """Compute one batch. If that fails, its requests go back to the queue."""
+        published: list[int] = []
+        work = self._schedule(published)
         if not work:
-            return []
-        rows = np.cumsum([w.count for w in work]) - 1
-        asks = [w.gives_token for w in work]
-        logits = self.model.logits(self._batch(work), rows[asks])
-        advanced = []
+            return Step(0, 0, [])
+        try:
+            batch = self._buffers.load(make_batch(work, self.cache.block_size, self._max_blocks))
+            logits = self.model.forward(batch, self.cache)
+            logits = logits if isinstance(logits, np.ndarray) else logits.get()
+        except BaseException:
+            self.allocator.withdraw(published)  # their keys may not have been written
+            for item in reversed(work):
+                self._requeue(item.request)
+            raise
+        prompt = sum(item.prompt_tokens for item in work)
+        decode = sum(item.count for item in work) - prompt
+        rows = iter(logits)
+        asking = [item.request for item in work if item.gives_token]
         for item in work:
-            self._count(item)
-        for item, row in zip([w for w in work if w.gives_token], logits, strict=True):
-            self._advance(item.request, row)
-            advanced.append(item.request)
-        for item in work:
-            if not item.request.finished and item.request not in advanced:
-                item.request.computed += item.count
-        return advanced
+            item.request.computed += item.count
+        return Step(prompt, decode, [(r, self._advance(r, next(rows))) for r in asking])
 
-    def _count(self, work: Work) -> None:
-        decoding = work.request.computed >= work.request.prompt_length
-        self.decode_tokens += work.count if decoding else 0
-        self.prompt_tokens += 0 if decoding else work.count
-
-    def _advance(self, request: Request, logits: np.ndarray) -> None:
-        request.computed = len(request.tokens)
-        token = request.sampling.choose(logits)
-        if token == self.stop_token:
+    def _advance(self, request: Request, logits: np.ndarray) -> int:
+        token = request.choose(logits)
+        if token in self.stop_tokens:
             reason = "stop"
         else:
             request.tokens.append(token)
@@ -120,83 +142,76 @@ class Engine:
         if reason:
             self.running.remove(request)
             self._end(request, reason)
+        return token
 
     def _end(self, request: Request, reason: str) -> None:
         request.finished = reason
         self.allocator.release(request.blocks)
         request.blocks = []
 
-    def _schedule(self) -> list[Work]:
-        """Running requests first, oldest first; then new ones while blocks and budget last."""
+    def _schedule(self, published: list[int]) -> list[Work]:
+        """Running requests first, oldest first; then new ones while there is room."""
         budget, work = self.token_budget, []
         for request in list(self.running):
-            if request not in self.running or budget == 0:  # preempted by an older one
+            if request not in self.running or budget == 0:
                 continue
             count = min(request.pending, budget)
-            if self._grow_or_preempt(request, count):
-                work.append(self._take(request, count))
+            while not self._grow(request, count):
+                # The youngest gives way, so the oldest always finishes.
+                victim = self.running[-1]
+                victim.preempted += 1
+                self._requeue(victim)
+                if victim is request:
+                    break
+            else:
+                work.append(self._take(request, count, published))
                 budget -= count
-        while self.waiting and budget:
+        while self.waiting and budget and len(self.running) < self.max_requests:
             request = self.waiting[0]
-            request.blocks = self.allocator.share_prefix(request.tokens)
-            request.computed = len(request.blocks) * self.allocator.block_size
-            count = min(request.pending, budget)
-            if not self._grow(request, count):
-                self.allocator.release(request.blocks)
-                request.blocks, request.computed = [], 0
+            if not self._admit(request):
                 break
             self.running.append(self.waiting.popleft())
-            work.append(self._take(request, count))
+            count = min(request.pending, budget)
+            work.append(self._take(request, count, published))
             budget -= count
         return work
 
-    def _take(self, request: Request, count: int) -> Work:
-        size = self.allocator.block_size
-        end = request.computed + count
-        self.allocator.publish(
-            request.blocks, request.tokens, request.computed // size, end // size
-        )
-        return Work(request, count)
+    def _admit(self, request: Request) -> bool:
+        """Known blocks of its beginning, and new ones for the rest; False if they do not fit."""
+        size = self.cache.block_size
+        # One token at least is computed: its logits are wanted.
+        stop = (len(request.tokens) - 1) // size if self.sharing else 0
+        found = self.allocator.find(request.digests(size, stop))
+        missing = -(-len(request.tokens) // size) - len(found)
+        if missing + self.allocator.num_idle(found) > self.allocator.num_free:
+            return False
+        self.allocator.share(found)
+        request.blocks = [*found, *(self.allocator.allocate() for _ in range(missing))]
+        request.computed = len(found) * size
+        return True
 
     def _grow(self, request: Request, count: int) -> bool:
-        """Blocks for the next ``count`` tokens; those already taken stay with the request."""
-        needed = -(-(request.computed + count) // self.allocator.block_size)
-        try:
-            while len(request.blocks) < needed:
-                request.blocks.append(self.allocator.allocate())
-        except OutOfBlocksError:
+        """Blocks for the next ``count`` tokens, or False and no change."""
+        needed = -(-(request.computed + count) // self.cache.block_size) - len(request.blocks)
+        if needed > self.allocator.num_free:
             return False
+        request.blocks += [self.allocator.allocate() for _ in range(needed)]
         return True
 
-    def _grow_or_preempt(self, request: Request, count: int) -> bool:
-        """Take blocks from the youngest requests if need be; False if it gave up its own."""
-        while not self._grow(request, count):
-            victim = self.running.pop()
-            self.allocator.release(victim.blocks)
-            victim.blocks, victim.computed = [], 0
-            victim.preempted += 1
-            self.waiting.appendleft(victim)
-            if victim is request:
-                return False
-        return True
+    def _take(self, request: Request, count: int, published: list[int]) -> Work:
+        """Its share of the step; blocks that this fills can be shared from the same step on."""
+        size = self.cache.block_size
+        if self.sharing:
+            stop = (request.computed + count) // size
+            digests = list(request.digests(size, stop))
+            for index in range(request.computed // size, stop):
+                if self.allocator.publish(request.blocks[index], digests[index]):
+                    published.append(request.blocks[index])
+        return Work(request, count)
 
-    def _batch(self, work: list[Work]) -> Batch:
-        size = self.allocator.block_size
-        ends = [w.request.computed + w.count for w in work]
-        table = np.zeros((len(work), -(-max(ends) // size)), np.int32)
-        tokens, positions, slots = [], [], []
-        for row, item, end in zip(table, work, ends, strict=True):
-            request = item.request
-            row[: len(request.blocks)] = request.blocks[: len(row)]
-            place = np.arange(request.computed, end)
-            tokens += request.tokens[request.computed : end]
-            positions.append(place)
-            slots.append(row[place // size].astype(np.int64) * size + place % size)
-        return Batch(
-            np.asarray(tokens),
-            np.concatenate(positions),
-            np.concatenate(slots),
-            np.cumsum([0, *(w.count for w in work)], dtype=np.int32),
-            np.asarray(ends, np.int32),
-            table,
-        )
+    def _requeue(self, request: Request) -> None:
+        """Take a running request's blocks; it is computed again when it is its turn."""
+        self.running.remove(request)
+        self.allocator.release(request.blocks)
+        request.blocks, request.computed = [], 0
+        self.waiting.appendleft(request)

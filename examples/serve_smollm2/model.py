@@ -9,62 +9,12 @@ import numpy as np
 
 import cupyflash
 
+from .batch import Array, Batch
+from .config import Config
 from .gguf_file import GGUFFile
+from .kv_cache import KVCache
 
-__all__ = ["Batch", "Config", "Model"]
-
-Array = Any  # of NumPy or CuPy
-
-
-@dataclass(frozen=True, slots=True)
-class Config:
-    """Sizes of the model."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    context: int
-    rope_base: float
-    epsilon: float
-
-    @classmethod
-    def read(cls, file: GGUFFile) -> Config:
-        heads, hidden = file["llama.attention.head_count"], file["llama.embedding_length"]
-        return cls(
-            layers=file["llama.block_count"],
-            hidden=hidden,
-            heads=heads,
-            kv_heads=file["llama.attention.head_count_kv"],
-            head_dim=hidden // heads,
-            context=file["llama.context_length"],
-            rope_base=file["llama.rope.freq_base"],
-            epsilon=file["llama.attention.layer_norm_rms_epsilon"],
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The tokens of one step, request after request, and where their keys lie.
-
-    Attributes
-    ----------
-    tokens, positions : ndarray [T]
-    slots : ndarray [T], int64
-        Where each token's key and value go in the cache.
-    cu_seqlens_q : ndarray [requests + 1], int32
-    seqused_k : ndarray [requests], int32
-        Keys of each request, the new ones included.
-    block_table : ndarray [requests, blocks], int32
-    """
-
-    tokens: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
-    cu_seqlens_q: np.ndarray
-    seqused_k: np.ndarray
-    block_table: np.ndarray
+__all__ = ["Model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,30 +30,25 @@ class _Layer:
 
 
 class Model:
-    """Weights, the KV cache and the forward pass.
+    """Weights and the forward pass.
 
-    On a GPU the matrices and the cache are float16 and the residual stream float32; with NumPy
+    On a GPU matrices and cache are float16, sums and the residual stream float32; with NumPy
     everything is float32.
     """
 
-    def __init__(self, file: GGUFFile, num_blocks: int, block_size: int = 16, xp: Any = np) -> None:
+    def __init__(self, file: GGUFFile, xp: Any = np) -> None:
         self.config = config = Config.read(file)
         self.xp, self.dtype = xp, np.float32 if xp is np else np.float16
-        self.num_blocks, self.block_size = num_blocks, block_size
         self._embedding = self._matrix(file.tensor("token_embd.weight"))
         self._final_norm = xp.asarray(file.tensor("output_norm.weight"))
         self._layers = [self._layer(file, index) for index in range(config.layers)]
-        shape = (config.layers, 2, num_blocks, block_size, config.kv_heads, config.head_dim)
-        self.cache = xp.zeros(shape, self.dtype)
         pairs = np.arange(0, config.head_dim, 2) / config.head_dim
         angles = np.arange(config.context)[:, None] / config.rope_base**pairs
         self._cos = xp.asarray(np.cos(angles), np.float32)
         self._sin = xp.asarray(np.sin(angles), np.float32)
 
-    @property
-    def block_bytes(self) -> int:
-        """Cache bytes of one block, keys and values of all layers."""
-        return self.cache.nbytes // self.num_blocks
+    def new_cache(self, num_blocks: int, block_size: int = 16) -> KVCache:
+        return KVCache(self.config, num_blocks, block_size, self.xp, self.dtype)
 
     def _matrix(self, weight: np.ndarray) -> Array:
         return self.xp.asarray(weight.astype(self.dtype, copy=False))
@@ -123,55 +68,45 @@ class Model:
             self._matrix(tensor("ffn_down")).T,
         )
 
-    def logits(self, batch: Batch, rows: np.ndarray) -> np.ndarray:
-        """Run one step: write the new keys and values, return logits [len(rows), vocabulary].
+    def forward(self, batch: Batch, cache: KVCache) -> Array:
+        """Write the new keys and values; logits [len(batch.logit_rows), vocabulary], float32.
 
-        Parameters
-        ----------
-        batch : Batch
-        rows : ndarray
-            Indices into the batch's tokens whose next token is wanted.
+        The batch's arrays are where the weights are; nothing is copied to or from the host.
         """
-        xp = self.xp
-        positions, slots = xp.asarray(batch.positions), xp.asarray(batch.slots)
-        lengths = {
-            "cu_seqlens_q": xp.asarray(batch.cu_seqlens_q),
-            "seqused_k": xp.asarray(batch.seqused_k),
-            "block_table": xp.asarray(batch.block_table),
-            "max_seqlen_q": int(np.diff(batch.cu_seqlens_q).max()),
-            "max_seqlen_k": int(batch.seqused_k.max()),
-        }
-        rope = self._cos[positions][:, None], self._sin[positions][:, None]
-        x = self._embedding[xp.asarray(batch.tokens)].astype(np.float32)
-        for layer, cache in zip(self._layers, self.cache, strict=True):
-            x = x + self._attention(
-                layer, cache, self._norm(x, layer.attention_norm), rope, slots, lengths
-            )
+        rope = self._cos[batch.positions][:, None], self._sin[batch.positions][:, None]
+        x = self._embedding[batch.tokens].astype(np.float32)
+        for layer, keys_values in zip(self._layers, cache.layers, strict=True):
+            normed = self._norm(x, layer.attention_norm)
+            x = x + self._attention(layer, normed, rope, batch, *keys_values)
             x = x + self._feed_forward(layer, self._norm(x, layer.ffn_norm))
-        last = self._norm(x[xp.asarray(rows)], self._final_norm)
-        found = (last @ self._embedding.T).astype(np.float32)
-        return found if xp is np else xp.asnumpy(found)
+        last = self._norm(x[batch.logit_rows], self._final_norm)
+        return (last @ self._embedding.T).astype(np.float32, copy=False)
 
     def _norm(self, x: Array, weight: Array) -> Array:
         mean_square = (x * x).mean(-1, keepdims=True)
-        return (x * (weight / self.xp.sqrt(mean_square + self.config.epsilon))).astype(self.dtype)
+        normed = x * (weight / self.xp.sqrt(mean_square + self.config.epsilon))
+        return normed.astype(self.dtype, copy=False)
 
     def _attention(
-        self,
-        layer: _Layer,
-        cache: Array,
-        x: Array,
-        rope: Any,
-        slots: Array,
-        lengths: dict[str, Any],
+        self, layer: _Layer, x: Array, rope: Any, batch: Batch, k_cache: Array, v_cache: Array
     ) -> Array:
         config = self.config
         qkv = (x @ layer.qkv).reshape(len(x), -1, config.head_dim)
         q = self._rotate(qkv[:, : config.heads], rope)
         k = self._rotate(qkv[:, config.heads : config.heads + config.kv_heads], rope)
         v = qkv[:, config.heads + config.kv_heads :]
-        cupyflash.reshape_and_cache_flash(k, v, cache[0], cache[1], slots, "auto", 1.0, 1.0)
-        out = cupyflash.flash_attn_varlen_func(q, cache[0], cache[1], causal=True, **lengths)
+        cupyflash.reshape_and_cache_flash(k, v, k_cache, v_cache, batch.slots, "auto", 1.0, 1.0)
+        out = cupyflash.flash_attn_varlen_func(
+            q,
+            k_cache,
+            v_cache,
+            batch.max_seqlen_q,
+            batch.cu_seqlens_q,
+            batch.max_seqlen_k,
+            seqused_k=batch.seqused_k,
+            block_table=batch.block_table,
+            causal=True,
+        )
         return out.reshape(len(x), -1) @ layer.attention_out
 
     def _rotate(self, x: Array, rope: tuple[Array, Array]) -> Array:
@@ -184,5 +119,7 @@ class Model:
         return out
 
     def _feed_forward(self, layer: _Layer, x: Array) -> Array:
-        gate, up = self.xp.split((x @ layer.gate_up).astype(np.float32), 2, axis=-1)
-        return (gate / (1 + self.xp.exp(-gate)) * up).astype(self.dtype) @ layer.down
+        gate, up = self.xp.split((x @ layer.gate_up).astype(np.float32, copy=False), 2, axis=-1)
+        # silu(x) = x sigmoid(x), by tanh, which cannot overflow.
+        hidden = gate * (0.5 + 0.5 * self.xp.tanh(0.5 * gate)) * up
+        return hidden.astype(self.dtype, copy=False) @ layer.down

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from .block_allocator import chain_digest
 from .sampling import Sampling
 
 __all__ = ["Request"]
@@ -22,7 +26,7 @@ class Request:
         Tokens whose keys are in the cache.
     blocks : list of int
     finished : str
-        Why it ended: ``"stop"`` or ``"length"``; empty while it runs.
+        Why it ended: ``"stop"``, ``"length"`` or ``"abort"``; empty before.
     preempted : int
         How often it lost its blocks to older requests.
     """
@@ -34,9 +38,12 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     finished: str = ""
     preempted: int = 0
+    _digests: list[bytes] = field(default_factory=list, repr=False)
+    _rng: np.random.Generator = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        self._rng = np.random.default_rng(self.sampling.seed)
 
     @property
     def generated(self) -> list[int]:
@@ -46,3 +53,16 @@ class Request:
     def pending(self) -> int:
         """Tokens whose keys are not in the cache yet."""
         return len(self.tokens) - self.computed
+
+    def digests(self, block_size: int, stop: int) -> Iterator[bytes]:
+        """Digests of the full blocks in front of block ``stop``."""
+        for index in range(stop):
+            if index == len(self._digests):
+                before = self._digests[-1] if index else b""
+                block = self.tokens[index * block_size : (index + 1) * block_size]
+                self._digests.append(chain_digest(before, block))
+            yield self._digests[index]
+
+    def choose(self, logits: np.ndarray) -> int:
+        """Its next token, for logits [vocabulary]."""
+        return self.sampling.choose(logits, self._rng)
