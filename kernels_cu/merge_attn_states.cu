@@ -48,33 +48,40 @@ __device__ Weights merge_row(const MergeParams &p, i64 token, int head) {
   return {state.weight(prefix_part), state.weight(suffix_part)};
 }
 
-// Rows of this thread: kTokensPerThread tokens of one head, kCount elements at a time.
+// The rows of a thread in one array: a first byte, and the way to the next row.
+struct Rows {
+  const char *first;
+  i64 step;
+
+  __device__ const char *operator[](int i) const { return first + i * step; }
+};
+
+__device__ Rows rows_of(const char *array, i64 token, int head, i64 token_stride, i64 head_stride) {
+  return {array + token * token_stride + head * head_stride, token_stride * blockDim.z};
+}
+
+// kTokensPerThread tokens of one head, kCount elements at a time.
 template <int kCount>
-__device__ void merge_rows(const MergeParams &p, const Weights *weights, int tile_tokens,
-                           i64 first_token, int head, float scale) {
-  const i64 in_step = kCount * kItemBytes<V::kIn>, out_step = kCount * kItemBytes<V::kOut>;
+__device__ void merge_rows(const MergeParams &p, const Weights *weights, i64 token, int head,
+                           float scale) {
+  constexpr int kInStep = kCount * kItemBytes<V::kIn>, kOutStep = kCount * kItemBytes<V::kOut>;
+  const Rows prefix_rows =
+      rows_of(p.prefix_out, token, head, p.prefix_token_stride, p.prefix_head_stride);
+  const Rows suffix_rows =
+      rows_of(p.suffix_out, token, head, p.suffix_token_stride, p.suffix_head_stride);
+  const Rows out_rows = rows_of(p.out, token, head, p.out_token_stride, p.out_head_stride);
   for (int x = threadIdx.x; x < p.head_dim / kCount; x += blockDim.x) {
     Elements<V::kIn, kCount> prefix[kTokensPerThread] = {}, suffix[kTokensPerThread] = {};
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
-      const int row = threadIdx.z + i * blockDim.z;
-      const i64 token = first_token + row;
-      const Weights w = weights[threadIdx.y * tile_tokens + row];
-      if (w.prefix != 0.f) {
-        prefix[i].load(p.prefix_out + token * p.prefix_token_stride + head * p.prefix_head_stride +
-                       x * in_step);
-      }
-      if (w.suffix != 0.f) {
-        suffix[i].load(p.suffix_out + token * p.suffix_token_stride + head * p.suffix_head_stride +
-                       x * in_step);
-      }
+      const Weights w = weights[i * blockDim.z];
+      if (w.prefix != 0.f) prefix[i].load(prefix_rows[i] + x * kInStep);
+      if (w.suffix != 0.f) suffix[i].load(suffix_rows[i] + x * kInStep);
     }
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
-      const int row = threadIdx.z + i * blockDim.z;
-      const i64 token = first_token + row;
-      if (token >= p.tokens) break;
-      const Weights w = weights[threadIdx.y * tile_tokens + row];
+      if (token + i * blockDim.z >= p.tokens) break;
+      const Weights w = weights[i * blockDim.z];
       float value[kCount], acc[kCount] = {};
       prefix[i].to_floats(value);
       add_weighted(acc, w.prefix, value);
@@ -86,14 +93,14 @@ __device__ void merge_rows(const MergeParams &p, const Weights *weights, int til
       }
       Elements<V::kOut, kCount> merged;
       merged.from_floats(acc);
-      merged.store(p.out + token * p.out_token_stride + head * p.out_head_stride + x * out_step);
+      merged.store(const_cast<char *>(out_rows[i]) + x * kOutStep);
     }
   }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(kThreads, 3) KERNEL_NAME(
     const __grid_constant__ MergeParams p) {
   __shared__ Weights weights[kThreads * kTokensPerThread];
   const int tile_tokens = blockDim.z * kTokensPerThread, tile_heads = blockDim.y;
@@ -111,9 +118,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
   const int head = first_head + threadIdx.y;
   if (head >= p.heads) return;
   const float scale = p.out_scale ? *p.out_scale : p.out_scale_value;
+  const Weights *own = weights + threadIdx.y * tile_tokens + threadIdx.z;
+  const i64 token = first_token + threadIdx.z;
   if (p.vectorised) {
-    merge_rows<16 / kItemBytes<V::kIn>>(p, weights, tile_tokens, first_token, head, scale);
+    merge_rows<16 / kItemBytes<V::kIn>>(p, own, token, head, scale);
   } else {
-    merge_rows<1>(p, weights, tile_tokens, first_token, head, scale);
+    merge_rows<1>(p, own, token, head, scale);
   }
 }

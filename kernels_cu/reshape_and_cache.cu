@@ -15,19 +15,10 @@ constexpr int kThreads = 256;
 constexpr int kTokensPerThread = 4;
 static_assert(params_agree<CacheWriteParams>(), "CacheWriteParams differs from the host's layout");
 
-constexpr i64 kNoSlot = -1ll << 63;
-
-// Byte offset of a token's row in the cache, or kNoSlot.
-__device__ i64 slot_offset(const CacheWriteParams &p, const CacheWriteSide &side, i64 token) {
-  const i64 slot = p.wide_slots ? reinterpret_cast<const i64 *>(p.slots)[token]
-                                : reinterpret_cast<const i32 *>(p.slots)[token];
-  if (slot < 0 || slot >= p.num_slots) return kNoSlot;
-  i64 block;
-  if (slot >> 32) {
-    block = slot / p.block_size;
-  } else {
-    block = static_cast<u32>(slot) / static_cast<u32>(p.block_size);
-  }
+// Byte offset of a slot in the cache. The division is a product with 2^64 / block_size rounded up,
+// exact while slots * block_size < 2^64; the host sees to that.
+__device__ i64 slot_offset(const CacheWriteParams &p, const CacheWriteSide &side, i64 slot) {
+  const i64 block = p.block_size == 1 ? slot : __umul64hi(slot, p.block_inverse);
   return block * side.block_stride + (slot - block * p.block_size) * side.slot_stride;
 }
 
@@ -56,29 +47,32 @@ __device__ void write_rows(const CacheWriteParams &p, const CacheWriteSide &side
   const i64 first = static_cast<i64>(blockIdx.x) * (blockDim.z * kTokensPerThread) + threadIdx.z;
   const char *source = side.source + head * side.source_head_stride;
   char *cache = side.cache + head * side.head_stride;
+  i64 slot[kTokensPerThread];
+#pragma unroll
+  for (int i = 0; i < kTokensPerThread; ++i) {
+    const i64 token = first + i * blockDim.z;
+    slot[i] = token >= p.num_tokens ? -1
+              : p.wide_slots        ? reinterpret_cast<const i64 *>(p.slots)[token]
+                                    : reinterpret_cast<const i32 *>(p.slots)[token];
+  }
   for (int x = threadIdx.x; x < side.head_dim / kCount; x += blockDim.x) {
     Elements<V::kIn, kCount> in[kTokensPerThread];
-    i64 offset[kTokensPerThread];
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
       const i64 token = first + i * blockDim.z;
-      offset[i] = kNoSlot;
-      if (token < p.num_tokens) {
-        in[i].load(source + token * side.source_token_stride + x * kInStep);
-        offset[i] = slot_offset(p, side, token);
-      }
+      if (token < p.num_tokens) in[i].load(source + token * side.source_token_stride + x * kInStep);
     }
 #pragma unroll
     for (int i = 0; i < kTokensPerThread; ++i) {
-      if (offset[i] != kNoSlot)
-        convert<kCount>(in[i], scale).store(cache + offset[i] + x * kOutStep);
+      if (slot[i] < 0 || slot[i] >= p.num_slots) continue;
+      convert<kCount>(in[i], scale).store(cache + slot_offset(p, side, slot[i]) + x * kOutStep);
     }
   }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(kThreads, 3) KERNEL_NAME(
     const __grid_constant__ CacheWriteParams p) {
   const CacheWriteSide &side = p.side[blockIdx.z];
   const int head = blockIdx.y * blockDim.y + threadIdx.y;

@@ -98,7 +98,8 @@ def compile_source(source: str, options: tuple[str, ...], variant: Variant) -> t
         nvrtc.compileProgram(program, options)
         log = nvrtc.getProgramLog(program)
         if "=sm_" in options[0]:
-            return bytes(nvrtc.getCUBIN(program)), log
+            # CuPy cuts the last byte off as if it ended a string; one too many does no harm.
+            return bytes(nvrtc.getCUBIN(program)) + b"\0", log
         return bytes(nvrtc.getPTX(program)).rstrip(b"\0"), log
     except nvrtc.NVRTCError as error:
         log = nvrtc.getProgramLog(program)

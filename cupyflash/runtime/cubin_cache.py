@@ -114,14 +114,17 @@ _private: dict[int, Path] = {}
 
 def cubin_cache() -> CubinCache:
     """The cache to use: the configured folder, or this process's own where that cannot be."""
-    folder = env.cache_dir() or env.default_cache_dir()
-    reason = why_not_private(folder)
-    if not reason:
-        return CubinCache(folder)
+    try:
+        folder = env.cache_dir() or env.default_cache_dir()
+        reason = why_not_private(folder)
+        if not reason:
+            return CubinCache(folder)
+    except RuntimeError as error:
+        reason = f"there is no home folder ({error})"
     pid = os.getpid()
     if pid not in _private:
         _private[pid] = Path(tempfile.mkdtemp(prefix="cupyflash-"))
-        atexit.register(_remove, pid)
+        atexit.register(_remove, pid, _private[pid])
         warnings.warn(
             f"kernels are compiled again in each process, because {reason}; set "
             "CUPYFLASH_CACHE_DIR to a folder of your own",
@@ -138,7 +141,7 @@ def why_not_private(folder: Path) -> str:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         link, found = folder.lstat(), folder.stat()
-    except (OSError, RuntimeError) as error:
+    except OSError as error:
         return f"{folder} cannot be made ({error})"
     if not stat.S_ISDIR(found.st_mode):
         return f"{folder} is not a folder"
@@ -148,11 +151,11 @@ def why_not_private(folder: Path) -> str:
             return f"{folder} belongs to user {owner}, not to {user}"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return f"others may write to {folder} (mode {stat.S_IMODE(found.st_mode):o})"
-    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+    if not os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=True):
         return f"{folder} cannot be written"
     return ""
 
 
-def _remove(pid: int) -> None:
-    if os.getpid() == pid:
-        shutil.rmtree(_private[pid], ignore_errors=True)
+def _remove(pid: int, folder: Path) -> None:
+    if os.getpid() == pid:  # not in a fork
+        shutil.rmtree(folder, ignore_errors=True)

@@ -107,12 +107,16 @@ def write_cache(
 
     Raises
     ------
+    ValueError
+        Blocks times the square of the block size is 2^64 or more.
     CaptureError, CompileError
         As `compile.load_kernel`.
     """
     device = device_for(key_cache)
     in_type = _type_of(key)
     num_blocks, block_size, heads, head_dim = key_cache.shape
+    if num_blocks * block_size**2 >> 64:
+        raise ValueError(f"a cache of {num_blocks} blocks of {block_size} slots is too large")
     head_dim_v = value_cache.shape[3]
     tokens = slot_mapping.shape[0]
     wide = 16 // in_type.itemsize
@@ -135,6 +139,7 @@ def write_cache(
         *_side(device, value, value_cache, v_scale),
         device.pointer(slot_mapping),
         num_blocks * block_size,
+        -(-(1 << 64) // block_size) % (1 << 64),
         tokens,
         heads,
         block_size,

@@ -31,6 +31,7 @@ WRITE_PARAMS = ParamsLayout(
     *((f"{side}_{name}", kind) for side in ("key", "value") for name, kind in _SIDE),
     ("slots", "ptr"),
     ("num_slots", "i64"),
+    ("block_inverse", "u64"),
     ("num_tokens", "i32"),
     ("heads", "i32"),
     ("block_size", "i32"),
