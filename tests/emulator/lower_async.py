@@ -6,7 +6,8 @@ from typing import Any
 
 from .lower_memory import CACHE
 from .lower_tensor import bulk, wgmma
-from .program import Lowering, Scope
+from .names import Scope
+from .program import Lowering
 from .ptx import PtxError
 
 __all__ = ["SPECIAL"]

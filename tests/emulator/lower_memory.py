@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from .program import Lowering, Scope
+from .names import Scope
+from .program import Lowering
 from .ptx import PtxError
 
 __all__ = ["SPECIAL"]

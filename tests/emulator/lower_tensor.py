@@ -6,7 +6,8 @@ import re
 from typing import Any
 
 from .lower_memory import ATOMIC_OPS, ATOMIC_TYPES, CACHE, pieces
-from .program import USE, Lowering, Scope
+from .names import USE, Scope
+from .program import Lowering
 from .ptx import PtxError
 
 __all__ = ["bulk", "wgmma"]

@@ -9,7 +9,8 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
-from .program import DEF, USE, Insn, Lowering, Reg
+from .names import DEF, USE, Reg
+from .program import Insn, Lowering
 
 __all__ = ["assign_slots"]
 
