@@ -29,3 +29,21 @@ struct ConvertVariant {
 };
 static_assert(ConvertVariant::kIn <= kBf16, "8-bit inputs carry a scale; no kernel reads them so");
 #endif
+
+#ifdef ROW_TILES
+// Attention: what the products are computed in, how the cache is stored, and the tile.
+struct AttentionVariant {
+  static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr ScalarType kCache = static_cast<ScalarType>(KV_TYPE);
+  static constexpr int kHeadDim = HEAD_DIM;  // buckets: at least the real ones
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kRowTiles = ROW_TILES;  // of 16 rows a warp
+  static constexpr int kKeyWarps = KEY_WARPS;  // warps that share rows and split the keys of a tile
+  static constexpr int kKeys = KEY_TILE;
+  static constexpr bool kScoreMod = SCORE_MOD;        // soft cap or ALiBi
+  static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
+  static constexpr int kSharedBytes = SMEM_NBYTES;
+};
+static_assert(AttentionVariant::kCompute == kFp16 || AttentionVariant::kCompute == kBf16, "");
+static_assert(!AttentionVariant::kWiden || AttentionVariant::kCache >= kE4m3, "");
+#endif

@@ -1,0 +1,299 @@
+"""Launches of the portable attention kernels, from bounds alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .compile import native_arch
+from .device import DeviceInfo
+from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
+from .params import ParamsLayout
+from .plan import Plan
+from .problem import AttentionProblem
+from .variant import Variant
+
+__all__ = [
+    "ATTENTION_PARAMS",
+    "NEVER_SPLIT",
+    "AttentionPlan",
+    "attention_variants",
+    "attention_plans",
+    "make_attention_plan",
+]
+
+_POINTERS = (
+    *("q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table"),
+    *("alibi_slopes", "sink", "q_descale", "k_descale", "v_descale"),
+    *("partial_out", "partial_lse"),
+)
+_STRIDES = (
+    *("q_token", "q_head", "k_block", "k_token", "k_head", "v_block", "v_token", "v_head"),
+    *("out_token", "out_head", "lse_head", "lse_token", "table_row"),
+    *("alibi_batch", "alibi_head", "sink", "q_descale_batch", "q_descale_head"),
+    *("k_descale_batch", "k_descale_head", "v_descale_batch", "v_descale_head"),
+)
+_NUMBERS = (
+    *("batch", "total_q", "heads_q", "heads_kv", "group", "head_dim", "head_dim_v", "page_size"),
+    *("window_left", "window_right", "chunk", "blocks_a_request", "row_block"),
+    *("q_type", "out_type", "sink_type"),
+    *("q_vectorised", "k_vectorised", "v_vectorised", "out_vectorised"),
+)
+ATTENTION_PARAMS = ParamsLayout(
+    *((name, "ptr") for name in _POINTERS),
+    *((f"{name}_stride", "i64") for name in _STRIDES),
+    *((name, "i32") for name in _NUMBERS),
+    *((name, "f32") for name in ("softmax_scale", "v_scale", "softcap")),
+)
+
+NEVER_SPLIT = 1 << 30
+"""A chunk of keys that no request reaches the end of."""
+
+_THREADS = 128
+_SMALLEST_CHUNK = 256
+_LARGEST_WORKSPACE = 1 << 28
+_BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+_CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """One or two launches.
+
+    Attributes
+    ----------
+    forward : Plan
+    combine : Plan or None
+        None where keys are never split.
+    splits : int
+        Partial results a row may have.
+    chunk : int
+        Keys a split takes at most.
+    blocks_a_request : int
+        Row blocks of every request; 0 where the kernel finds its request by ``cu_seqlens_q``.
+    row_block : int
+        Rows (token and head of a group) of a block.
+    partial_rows : int
+        Rows of all partial results together.
+    """
+
+    forward: Plan
+    combine: Plan | None
+    splits: int
+    chunk: int
+    blocks_a_request: int
+    row_block: int
+    partial_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What is compiled: type of the products, of the cache, head bucket and tile shape."""
+
+    compute: ScalarType
+    cache: ScalarType
+    head_dim: int
+    head_dim_v: int
+    row_tiles: int
+    key_warps: int
+
+    @property
+    def keys(self) -> int:
+        return 64 if self.head_dim <= 128 else 32
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.row_tiles // self.key_warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """As mainloop/fwd_sm80.cuh lays it out: queries, two stages, their rows, factors."""
+        stage = self.keys * (self.head_dim + self.head_dim_v) * 2
+        return self.rows * (self.head_dim * 2 + 4) + 2 * (stage + self.keys * 16)
+
+    def variant(self, arch: str, score_mod: bool) -> Variant:
+        shape = f"d{self.head_dim}" + (
+            "" if self.head_dim == self.head_dim_v else f"_{self.head_dim_v}"
+        )
+        kind = "decode" if self.key_warps > 1 else f"m{self.rows}"
+        name = f"attention_fwd_sm80_{self.compute.name}_{self.cache.name}_{shape}_{kind}"
+        return Variant(
+            "attention_fwd_sm80.cu",
+            name + ("_mod" if score_mod else ""),
+            arch,
+            (
+                ("COMPUTE_TYPE", self.compute.code),
+                ("HEAD_DIM", self.head_dim),
+                ("HEAD_DIM_V", self.head_dim_v),
+                ("KEY_TILE", self.keys),
+                ("KEY_WARPS", self.key_warps),
+                ("KV_TYPE", self.cache.code),
+                ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("ROW_TILES", self.row_tiles),
+                ("SCORE_MOD", int(score_mod)),
+                ("SMEM_NBYTES", self.smem_bytes),
+            ),
+        )
+
+
+def _shapes(cache: ScalarType, head_dim: int) -> tuple[tuple[int, int], ...]:
+    """(row tiles a warp, warps that split keys) that there are."""
+    if head_dim > 128:
+        return ((1, 1),)
+    return ((1, 4), (1, 1)) if cache.is_fp8 else ((1, 4), (1, 1), (2, 1))
+
+
+def _combine_variant(arch: str) -> Variant:
+    return Variant(
+        "attention_combine.cu",
+        "attention_combine",
+        arch,
+        (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),),
+    )
+
+
+def attention_variants(arch: str) -> Iterator[Variant]:
+    """All that the portable family can ask for."""
+    for compute, cache in _CACHES:
+        for head_dim, head_dim_v in _BUCKETS:
+            for row_tiles, key_warps in _shapes(cache, head_dim):
+                tile = _Tile(compute, cache, head_dim, head_dim_v, row_tiles, key_warps)
+                for score_mod in (False, True):
+                    yield tile.variant(arch, score_mod)
+    yield _combine_variant(arch)
+
+
+@lru_cache(maxsize=4096)
+def make_attention_plan(
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+) -> AttentionPlan:
+    """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
+    tile = _choose_tile(problem, info)
+    blocks, blocks_a_request = _row_blocks(problem, tile.rows)
+    chunk, splits = _choose_splits(problem, info, tile, blocks, workspace_limit)
+    arch = native_arch(info.capability)
+    score_mod = problem.softcap > 0 or problem.has_alibi
+    forward = Plan(
+        tile.variant(arch, score_mod),
+        (blocks, problem.num_heads_kv, splits),
+        (_THREADS, 1, 1),
+        tile.smem_bytes,
+        _partial_bytes(problem, splits),
+    )
+    rows = problem.total_q * problem.num_heads_q
+    combine = None
+    if splits > 1:
+        combine = Plan(
+            _combine_variant(arch), (-(-rows // (_THREADS // 32)), 1, 1), (_THREADS, 1, 1)
+        )
+    return AttentionPlan(
+        forward,
+        combine,
+        splits,
+        chunk,
+        blocks_a_request,
+        tile.rows,
+        rows * splits if splits > 1 else 0,
+    )
+
+
+def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+    """Every launch that calls within a problem's bounds may need."""
+    plans = []
+    for tokens in sorted({1, 2, problem.max_seqlen_q}):
+        smaller = replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
+        for batch in sorted({1, problem.batch}):
+            for splits in sorted({1, problem.num_splits}):
+                part = replace(smaller, batch=batch, num_splits=splits)
+                plan = make_attention_plan(part, info)
+                plans += [plan.forward] + ([plan.combine] if plan.combine else [])
+    return plans
+
+
+def _partial_bytes(problem: AttentionProblem, splits: int) -> int:
+    rows = problem.total_q * problem.num_heads_q * splits
+    return rows * (problem.head_dim_v + 1) * 4 if splits > 1 else 0
+
+
+def _choose_tile(problem: AttentionProblem, info: DeviceInfo) -> _Tile:
+    cache = problem.kv_type
+    compute = FP16 if cache.is_fp8 else cache
+    head_dim, head_dim_v = next(
+        b for b in _BUCKETS if problem.head_dim <= b[0] and problem.head_dim_v <= b[1]
+    )
+    tiles = {
+        shape: _Tile(compute, cache, head_dim, head_dim_v, *shape)
+        for shape in _shapes(cache, head_dim)
+    }
+    rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
+    if rows <= 16 and (1, 4) in tiles and not problem.batch_invariant:
+        return tiles[1, 4]
+    if rows > 64 and (2, 1) in tiles:
+        wide = tiles[2, 1]
+        if _row_blocks(problem, wide.rows)[0] * problem.num_heads_kv >= info.num_sms:
+            return wide
+    return tiles[1, 1]
+
+
+def _row_blocks(problem: AttentionProblem, rows: int) -> tuple[int, int]:
+    """Row blocks to launch, and how many of them each request has (0: found in the kernel)."""
+    if not problem.batch:
+        return 0, 0
+    per_request = -(-problem.max_seqlen_q * problem.group_size // rows)
+    ragged = problem.total_q * problem.group_size // rows + problem.batch
+    if per_request * problem.batch <= ragged:
+        return per_request * problem.batch, per_request
+    return ragged, 0
+
+
+def _visible(problem: AttentionProblem, rows: int) -> int:
+    """Keys that a row block sees at most."""
+    left, right = problem.window_left, problem.window_right
+    if left < 0 or right < 0:
+        return problem.max_seqlen_k
+    tokens = -(-(rows - 1) // problem.group_size) + 1
+    return min(problem.max_seqlen_k, left + right + tokens)
+
+
+def _chunks(problem: AttentionProblem, visible: int, chunk: int) -> int:
+    """Chunks that visible keys can touch; chunks lie at multiples of their size."""
+    return max(1, min(-(-problem.max_seqlen_k // chunk), (visible + chunk - 2) // chunk + 1))
+
+
+def _choose_splits(
+    problem: AttentionProblem,
+    info: DeviceInfo,
+    tile: _Tile,
+    blocks: int,
+    workspace_limit: int,
+) -> tuple[int, int]:
+    """Keys of a chunk, and chunks a row may have."""
+    wanted, visible = problem.num_splits, _visible(problem, tile.rows)
+    items = blocks * problem.num_heads_kv
+    rows = problem.total_q * problem.num_heads_q
+    if wanted == 1 or problem.batch_invariant or not items or rows >= 1 << 31:
+        return NEVER_SPLIT, 1
+    if wanted == 0:
+        wanted = _planned_splits(info, tile, items, visible)
+    for count in range(min(wanted, 65535, -(-visible // tile.keys)), 1, -1):
+        chunk = -(-visible // count // tile.keys) * tile.keys
+        splits = _chunks(problem, visible, chunk)
+        if splits <= wanted and _partial_bytes(problem, splits) <= workspace_limit:
+            return (chunk, splits) if splits > 1 else (NEVER_SPLIT, 1)
+    return NEVER_SPLIT, 1
+
+
+def _planned_splits(info: DeviceInfo, tile: _Tile, items: int, visible: int) -> int:
+    """The fewest pieces that keep the device nearly as busy as any number of them."""
+    resident = info.num_sms * max(1, min(4, info.smem_optin // (tile.smem_bytes + 1024)))
+    if items >= 4 * resident:
+        return 1
+    most = max(1, min(128, visible // _SMALLEST_CHUNK, 8 * resident // items))
+
+    def busy(count: int) -> float:
+        waves = items * count / resident
+        return waves / -(-items * count // resident)
+
+    best = max(busy(count) for count in range(1, most + 1))
+    return next(count for count in range(1, most + 1) if busy(count) >= 0.85 * best)

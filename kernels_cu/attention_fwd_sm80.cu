@@ -1,0 +1,19 @@
+// Attention forward for compute capability 8.0 and later. Grid: (row blocks, KV heads, splits).
+
+#include "core/variant.cuh"
+#include "core/attention_params.cuh"
+#include "block/segment.cuh"
+#include "mainloop/fwd_sm80.cuh"
+
+static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
+
+extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
+    const __grid_constant__ AttentionParams p) {
+  extern __shared__ __align__(128) char smem[];
+  using Kernel = Forward<AttentionVariant>;
+  // The last blocks of a causal request see the most keys: they start first.
+  const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  Segment segment;
+  if (!find_segment<Kernel::kRows>(p, block, blockIdx.z, segment)) return;
+  Kernel(p, segment, blockIdx.y, smem).run();
+}

@@ -1,0 +1,84 @@
+// From accumulated fragments to the result, or to a partial result that is merged later.
+#pragma once
+
+#include "block/softmax.cuh"
+#include "core/state.cuh"
+
+struct RowResult {
+  float lse;   // natural, of the keys alone
+  float norm;  // what accumulated values are multiplied by
+};
+
+__device__ __forceinline__ float load_sink(const AttentionParams &p, int head) {
+  const char *at = p.sink + head * p.sink_stride;
+  if (p.sink_type == kFp32) return *reinterpret_cast<const float *>(at);
+  const u32 bits = *reinterpret_cast<const u16 *>(at);
+  return p.sink_type == kFp16 ? unpack_fp16(bits).x : unpack_bf16(bits).x;
+}
+
+__device__ __forceinline__ float value_scale(const AttentionParams &p, int request, int kv_head) {
+  return p.v_descale ? load_float(p.v_descale, request * p.v_descale_batch_stride +
+                                                   kv_head * p.v_descale_head_stride)
+                     : p.v_scale;
+}
+
+// Two neighbours of an output row.
+__device__ __forceinline__ void store_pair(const AttentionParams &p, char *to, float a, float b) {
+  const u32 pair = p.out_type == kFp16 ? pack_fp16(a, b) : pack_bf16(a, b);
+  if (p.out_vectorised) {
+    *reinterpret_cast<u32 *>(to) = pair;
+  } else {
+    reinterpret_cast<u16 *>(to)[0] = static_cast<u16>(pair);
+    reinterpret_cast<u16 *>(to)[1] = static_cast<u16>(pair >> 16);
+  }
+}
+
+__device__ __forceinline__ void store_lse(const AttentionParams &p, i64 token, int head,
+                                          float lse) {
+  if (p.lse) {
+    *reinterpret_cast<float *>(p.lse + head * p.lse_head_stride + token * p.lse_token_stride) =
+        lse;
+  }
+}
+
+// Row `row` of an segment, columns first_column + 8n + {0, 1} of this lane.
+template <int kTiles>
+__device__ __forceinline__ void store_row(const AttentionParams &p, const Segment &s, int kv_head,
+                                          int row, RowResult result, int first_column,
+                                          bool with_lse, const float (&value)[kTiles][2]) {
+  const int in_request = row / p.group, head = kv_head * p.group + row - in_request * p.group;
+  const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
+  if (s.slot >= 0) {
+    const i64 at = (static_cast<i64>(s.slot) * p.total_q + token) * p.heads_q + head;
+    if (with_lse) p.partial_lse[at] = result.lse;
+    float *to = p.partial_out + at * p.head_dim_v;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const int column = first_column + n * 8;
+      if (column < p.head_dim_v) {
+        *reinterpret_cast<float2 *>(to + column) =
+            make_float2(value[n][0] * result.norm, value[n][1] * result.norm);
+      }
+    }
+    return;
+  }
+  float lse = result.lse, weight = 1.f;
+  if (p.sink) {
+    const float sink = load_sink(p, head);
+    StateSum state(fmaxf(lse, sink));
+    const float part = state.add(lse);
+    state.add(sink);
+    weight = state.weight(part);
+    lse = state.lse();
+  }
+  if (with_lse) store_lse(p, token, head, lse);
+  char *to = p.out + token * p.out_token_stride + head * p.out_head_stride;
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+    const int column = first_column + n * 8;
+    if (column < p.head_dim_v) {
+      store_pair(p, to + column * 2, value[n][0] * result.norm * weight,
+                 value[n][1] * result.norm * weight);
+    }
+  }
+}

@@ -1,0 +1,99 @@
+// The rows of a segment's queries, gathered from (token, head) into a tile.
+#pragma once
+
+#include "block/segment.cuh"
+#include "block/tile.cuh"
+#include "core/memory.cuh"
+
+// Eight elements of storage type kType as float; zero from `count` on.
+template <ScalarType kType>
+__device__ __forceinline__ void load_chunk(const char *from, int count, bool vectorised,
+                                           float (&value)[8]) {
+  if (vectorised && count >= 8) {
+    Elements<kType, 8> chunk;
+    chunk.load(from);
+    chunk.to_floats(value);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float one[1] = {0.f};
+    if (i < count) {
+      Elements<kType, 1> element;
+      element.load(from + i * kItemBytes<kType>);
+      element.to_floats(one);
+    }
+    value[i] = one[0];
+  }
+}
+
+__device__ __forceinline__ void load_query_chunk(const AttentionParams &p, const char *row,
+                                                 int chunk, float (&value)[8]) {
+  const int count = p.head_dim - chunk * 8;
+  const char *from = row + chunk * 8 * (p.q_type <= kBf16 ? 2 : 1);
+  if (p.q_type == kFp16) {
+    load_chunk<kFp16>(from, count, p.q_vectorised, value);
+  } else if (p.q_type == kBf16) {
+    load_chunk<kBf16>(from, count, p.q_vectorised, value);
+  } else if (p.q_type == kE4m3) {
+    load_chunk<kE4m3>(from, count, p.q_vectorised, value);
+  } else {
+    load_chunk<kE5m2>(from, count, p.q_vectorised, value);
+  }
+}
+
+// 2^e such that rows scaled by 2^-e have their largest element in [2^14, 2^15): the upper end of
+// fp16, whose subnormals would otherwise cut small elements off.
+__device__ __forceinline__ int narrowing_exponent(float largest) {
+  if (largest == 0.f) return 0;
+  return max(static_cast<int>(__float_as_uint(largest) >> 23) - 127, -100) - 14;
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) {
+  return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
+}
+
+// Fills kRows x kDim. bf16 rows that are computed with in fp16 are narrowed by a power of two a
+// row; `factor` [kRows] says what their scores are to be multiplied by. `negate` is for a negative
+// scale: softmax then works with its absolute value, so that the largest score stays the largest.
+template <ScalarType kCompute, bool kNarrow, int kDim, int kRows>
+__device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_head, bool negate,
+                             char *tile, float *factor) {
+  constexpr int kChunks = kDim / 8;
+  constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // that share a row
+  const int chunk = threadIdx.x % kLanes;
+#pragma unroll 1
+  for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
+    float value[8] = {};
+    if (chunk < kChunks && s.row_begin + row < s.row_end) {
+      const int token = (s.row_begin + row) / p.group;
+      const int head = kv_head * p.group + (s.row_begin + row) - token * p.group;
+      load_query_chunk(p,
+                       p.q + (static_cast<i64>(s.request.q_begin) + token) * p.q_token_stride +
+                           head * p.q_head_stride,
+                       chunk, value);
+    }
+    if constexpr (kNarrow) {
+      float largest = 0.f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) largest = fmaxf(largest, fabsf(value[i]));
+#pragma unroll
+      for (int mask = kLanes / 2; mask; mask /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
+      }
+      const int exponent = p.q_type == kBf16 ? narrowing_exponent(largest) : 0;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) value[i] *= power_of_two(-exponent);
+      if (chunk == 0) factor[row] = power_of_two(exponent);
+    }
+    if (chunk < kChunks) {
+      u32 word[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        word[i] = pack_pair<kCompute>(value[2 * i], value[2 * i + 1]) ^ (negate ? 0x80008000u : 0u);
+      }
+      *reinterpret_cast<uint4 *>(tile + tile_offset<kDim>(row, chunk)) =
+          make_uint4(word[0], word[1], word[2], word[3]);
+    }
+  }
+}

@@ -1,0 +1,137 @@
+// Scores of one key tile in mma fragments: modified, masked, and folded into a running softmax.
+//
+// Of a 16 x 8 fragment, lane l holds rows l/4 (elements 0, 1) and l/4 + 8 (elements 2, 3), columns
+// 2 (l%4) and one after. Here "row (i, h)" is row l/4 + 8h of row tile i.
+#pragma once
+
+#include "block/segment.cuh"
+#include "core/memory.cuh"
+
+template <int kRowTiles>
+struct Rows {
+  int position[kRowTiles][2];  // in the sequence of keys
+  float slope[kRowTiles][2];   // of ALiBi; 0 without
+  float scale[kRowTiles][2];   // of scores as the products give them: to base 2, or to natural
+                               // units where a modification comes in between
+};
+
+template <int kRowTiles>
+struct Softmax {
+  float top[kRowTiles][2];  // largest score yet, unscaled
+  float sum[kRowTiles][2];  // of this lane's columns
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) top[i][h] = -infinity(), sum[i][h] = 0.f;
+    }
+  }
+};
+
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 1));
+  return fmaxf(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+__device__ __forceinline__ float load_float(const char *base, i64 offset) {
+  return *reinterpret_cast<const float *>(base + offset);
+}
+
+// What scores are multiplied by; its sign goes to the queries.
+__device__ __forceinline__ float score_scale(const AttentionParams &p, int request, int kv_head) {
+  float scale = p.softmax_scale;
+  if (p.q_descale) {
+    scale *= load_float(
+        p.q_descale, request * p.q_descale_batch_stride + kv_head * p.q_descale_head_stride);
+  }
+  if (p.k_descale) {
+    scale *= load_float(
+        p.k_descale, request * p.k_descale_batch_stride + kv_head * p.k_descale_head_stride);
+  }
+  return scale;
+}
+
+// Scale, soft cap, ALiBi, in this order; the result is to base 2.
+template <int kRowTiles, int kTiles>
+__device__ __forceinline__ void modify_scores(const AttentionParams &p,
+                                              const Rows<kRowTiles> &rows, int first_column,
+                                              float (&score)[kRowTiles][kTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int h = e / 2, column = first_column + n * 8 + e % 2;
+        float x = score[i][n][e] * rows.scale[i][h];
+        if (p.softcap > 0.f) x = p.softcap * tanhf(x / p.softcap);
+        x -= rows.slope[i][h] * fabsf(static_cast<float>(rows.position[i][h] - column));
+        score[i][n][e] = x * kLog2e;
+      }
+    }
+  }
+}
+
+template <int kRowTiles, int kTiles>
+__device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows<kRowTiles> &rows,
+                                            int kv_end, int first_column,
+                                            float (&score)[kRowTiles][kTiles][4]) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int low = p.window_left < 0 ? 0 : rows.position[i][h] - p.window_left;
+      const int high = p.window_right < 0
+                           ? kv_end
+                           : min(kv_end, rows.position[i][h] + p.window_right + 1);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int column = first_column + n * 8 + e;
+          if (column < low || column >= high) score[i][n][2 * h + e] = -infinity();
+        }
+      }
+    }
+  }
+}
+
+// Scores become weights; `rescale` is what earlier sums are to be multiplied by.
+template <bool kScaled, int kRowTiles, int kTiles, class Exp2>
+__device__ __forceinline__ void fold_scores(const Rows<kRowTiles> &rows,
+                                            float (&score)[kRowTiles][kTiles][4],
+                                            Softmax<kRowTiles> &state,
+                                            float (&rescale)[kRowTiles][2], Exp2 exp2) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = state.top[i][h];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        top = fmaxf(top, fmaxf(score[i][n][2 * h], score[i][n][2 * h + 1]));
+      }
+      top = quad_max(top);
+      const float scale = kScaled ? 1.f : rows.scale[i][h];
+      const float shift = top == -infinity() ? 0.f : top * scale;
+      rescale[i][h] = exp2(fmaf(state.top[i][h], scale, -shift));
+      state.top[i][h] = top;
+      float sum = state.sum[i][h] * rescale[i][h];
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int e = 2 * h; e < 2 * h + 2; ++e) {
+          score[i][n][e] = exp2(fmaf(score[i][n][e], scale, -shift));
+          sum += score[i][n][e];
+        }
+      }
+      state.sum[i][h] = sum;
+    }
+  }
+}
