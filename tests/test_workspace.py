@@ -131,7 +131,8 @@ def test_the_launches_of_one_call_are_not_interleaved_with_those_of_another(devi
 
 def test_prepare_loads_and_allocates_for_a_capture(device):
     variants = [Variant("a.cu", name, "sm_90", ()) for name in ("a", "b")]
-    plans = [Plan(v, (1, 1, 1), (1, 1, 1), 0, n * MIB) for v, n in zip(variants, (4, 2))]
+    one = (1, 1, 1)
+    plans = [Plan(v, one, one, 0, n * MIB) for v, n in zip(variants, (4, 2), strict=True)]
     prepare(device, plans, 9)
     device.capturing = True
     assert device.kernels == {variants[0]: "a", variants[1]: "b"}
