@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cupyflash.attention import flash_attn_varlen_func
+from cupyflash import flash_attn_varlen_func
 from cupyflash.testing import POISON_INDEX, expect_attention
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -87,10 +87,15 @@ def run(path, args):
     return path.host(out).astype(np.float64), path.host(lse).astype(np.float64)
 
 
+def expected(path, args, **precision):
+    """What the call must return; the arguments may lie on a GPU."""
+    host = {n: path.host(a) if hasattr(a, "dtype") else a for n, a in args.items()}
+    return expect_attention(**host, **precision)
+
+
 def check(path, args, **precision):
     """Call, hold the result against the oracle, and return it."""
     out, lse = run(path, args)
     kind = BF16 if args["q"].dtype.itemsize == 1 else args["q"].dtype
-    host = {n: path.host(a) if hasattr(a, "dtype") else a for n, a in args.items()}
-    expect_attention(**host, **precision).check(out.astype(kind), lse.astype(np.float32))
+    expected(path, args, **precision).check(out.astype(kind), lse.astype(np.float32))
     return out, lse

@@ -12,7 +12,7 @@ from batches import arguments, attend, check, mean_batch, random_batch, run
 from hypothesis import given
 
 import cupyflash.testing as cft
-from cupyflash.attention import flash_attn_varlen_func
+from cupyflash import flash_attn_varlen_func
 from cupyflash.testing import Case
 from cupyflash.testing.strategies import cases
 

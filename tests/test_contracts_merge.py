@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash.cascade import merge_attn_states
+from cupyflash import merge_attn_states
 from cupyflash.testing import DTYPES, assert_within, expect_merge, place, saturate
 from cupyflash.testing.poison import poison_of
 

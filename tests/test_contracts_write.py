@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash.kv_cache import reshape_and_cache_flash
+from cupyflash import reshape_and_cache_flash
 from cupyflash.testing import DTYPES, LAYOUTS, place, write_oracle
 
 FP8 = {"fp8": "e4m3", "fp8_e4m3": "e4m3", "fp8_e5m2": "e5m2"}

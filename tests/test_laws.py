@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from batches import arguments, random_batch, run
+from batches import arguments, expected, random_batch, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.cascade import merge_attn_states
-from cupyflash.testing import expect_attention, expect_merge, merge_baseline
+from cupyflash import flash_attn_varlen_func, merge_attn_states
+from cupyflash.testing import expect_merge, merge_baseline
 from cupyflash.testing.strategies import cases
 
 SEED = st.integers(0, 2**16)
@@ -112,12 +111,6 @@ def test_repeated_runs_have_the_same_bits(path, case, seed):
     inputs = supported(path, case).make(path.xp)
     first = inputs.call(flash_attn_varlen_func)
     assert same_bits(inputs.call(flash_attn_varlen_func), first)
-
-
-def expected(path, args):
-    return expect_attention(
-        **{n: path.host(a) if hasattr(a, "dtype") else a for n, a in args.items()}
-    )
 
 
 KV = {"q_len": st.integers(1, 20), "kv_len": st.integers(1, 300), "at": st.floats(0, 1)}

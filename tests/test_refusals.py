@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from batches import arguments, random_batch, starts
 
-from cupyflash.attention import flash_attn_varlen_func
+from cupyflash import flash_attn_varlen_func
 from cupyflash.testing import Case
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

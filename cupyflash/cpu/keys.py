@@ -19,7 +19,7 @@ class KeyValue:
     """Where the keys of each request lie.
 
     Only keys inside of a tile's range are ever read: a block that reaches past the range repeats
-    the last key of it, and the mask drops the copies. So unused slots may hold anything.
+    the last key of it with a value of 0, and the mask drops it. So unused slots may hold anything.
     """
 
     problem: AttentionProblem
@@ -60,7 +60,8 @@ class KeyValue:
         v : ndarray [tiles, num_heads_kv, width, head_dim_v]
         """
         position = begin[:, None] + np.arange(width)
-        inside = bool((position[:, -1] < tiles.kv_end).all())
+        past = position >= tiles.kv_end[:, None]
+        inside = not past.any()
         if not inside:
             np.minimum(position, tiles.kv_end[:, None] - 1, out=position)
         index: tuple[Array | slice, ...]
@@ -77,4 +78,6 @@ class KeyValue:
         k, v = widen(self.k[index], kind), widen(self.v[index], kind)
         if k.ndim == 3:
             k, v = k[None], v[None]
+        if not inside:
+            v[past] = 0  # a copy of an infinite value would meet a weight of 0
         return k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
