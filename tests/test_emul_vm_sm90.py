@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
-from emulator import EmulatedDevice
+from emulator import EmulatedDevice, device_array
+from emulator.tensor_map import encode_tiled
 from emulator.toys import attend
 
 
@@ -15,3 +17,57 @@ def test_attention_with_tma_mbarrier_and_wgmma(n, causal):
         error, report = attend(device, "fa3.cu", n, 2, causal, seed)
         assert error < 0.0101
         assert report.count("wgmma.mma_async") == report.mma_count
+
+
+COPY = """
+struct alignas(64) TensorMap { unsigned long long opaque[16]; };
+__device__ inline unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+extern "C" __global__ void k(const __grid_constant__ TensorMap from,
+                             const __grid_constant__ TensorMap to, int x, int y) {
+  extern __shared__ __align__(1024) unsigned char smem[];
+  const unsigned box = at(smem), bar = box + 4096;
+  if (threadIdx.x) return;
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;"
+               :: "r"(bar) : "memory");
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 4096;" :: "r"(bar) : "memory");
+  asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+               "[%0], [%1, {%3, %4}], [%2];"
+               :: "r"(box), "l"(&from), "r"(bar), "r"(x), "r"(y) : "memory");
+  asm volatile("{ .reg .pred P; L: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], 0;"
+               " @P bra D; bra L; D: }" :: "r"(bar) : "memory");
+  asm volatile("OP.async.bulk.tensor.2d.global.shared::cta.TAILbulk_group [%0, {%2, %3}], [%1];"
+               :: "l"(&to), "r"(box), "r"(0), "r"(8) : "memory");
+  asm volatile("cp.async.bulk.commit_group; cp.async.bulk.wait_group 0;" ::: "memory");
+}
+"""
+
+
+@pytest.mark.parametrize("reduce", [False, True])
+@pytest.mark.parametrize("swizzle", [0, 1, 2, 3])
+def test_tensor_load_then_store_moves_a_box(swizzle, reduce):
+    inner = {0: 32, 1: 8, 2: 16, 3: 32}[swizzle]
+    rows = 1024 // inner
+    data = device_array((rows + 20, 64), np.float32)
+    data[...] = np.arange(data.size).reshape(data.shape)
+    out = device_array((rows + 5, 64), np.float32, 100.0)
+    text = COPY.replace("OP", "cp.reduce" if reduce else "cp").replace(
+        "TAIL", "add." if reduce else ""
+    )
+    device = EmulatedDevice("sm_90a")
+    program = device.compile_source(text, ["-default-device"]).program("k")
+    x, y = 64 - inner // 2, rows // 2 + 18  # half of the columns and some rows are outside: zeros
+    maps = [
+        encode_tiled(7, a.ctypes.data, a.shape[::-1], (256,), (inner, rows), swizzle=swizzle)
+        for a in (data, out)
+    ]
+    for seed in range(3):
+        out[...] = 100.0
+        args = [*maps, np.int32(x), np.int32(y)]
+        device.run(program, (1,), (32,), 4096 + 64, args, [data, out], seed=seed)
+        box = np.zeros((rows, inner), np.float32)
+        inside = data[y : y + rows, x : x + inner]
+        box[: inside.shape[0], : inside.shape[1]] = inside
+        expected = np.full_like(out, 100.0)
+        target = expected[8:, :inner]  # rows past the end of the array are dropped
+        target[...] = target * reduce + box[: target.shape[0]]
+        np.testing.assert_array_equal(out, expected)
