@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from .portable import attend, attention_plans, write_schedule
 from .runtime.call import Call
 from .runtime.device import DeviceInfo
 from .runtime.plan import Plan
@@ -44,4 +45,4 @@ class Family:
     plans: Plans
 
 
-FAMILIES: dict[int, Family] = {}
+FAMILIES: dict[int, Family] = {2: Family(attend, write_schedule, attention_plans)}

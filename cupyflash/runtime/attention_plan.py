@@ -18,8 +18,8 @@ __all__ = [
     "ATTENTION_PARAMS",
     "NEVER_SPLIT",
     "AttentionPlan",
-    "attention_variants",
     "attention_plans",
+    "attention_variants",
     "make_attention_plan",
 ]
 
@@ -53,6 +53,8 @@ NEVER_SPLIT = 1 << 30
 _THREADS = 128
 _SMALLEST_CHUNK = 256
 _LARGEST_WORKSPACE = 1 << 28
+_MOST_SPLITS = 128
+_WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
 _BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
 
@@ -169,13 +171,13 @@ def make_attention_plan(
     problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
 ) -> AttentionPlan:
     """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
+    workspace_limit = min(workspace_limit, _LARGEST_WORKSPACE)
     tile = _choose_tile(problem, info)
     blocks, blocks_a_request = _row_blocks(problem, tile.rows)
     chunk, splits = _choose_splits(problem, info, tile, blocks, workspace_limit)
     arch = native_arch(info.capability)
-    score_mod = problem.softcap > 0 or problem.has_alibi
     forward = Plan(
-        tile.variant(arch, score_mod),
+        tile.variant(arch, _score_mod(problem)),
         (blocks, problem.num_heads_kv, splits),
         (_THREADS, 1, 1),
         tile.smem_bytes,
@@ -199,16 +201,36 @@ def make_attention_plan(
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
-    """Every launch that calls within a problem's bounds may need."""
-    plans = []
-    for tokens in sorted({1, 2, problem.max_seqlen_q}):
-        smaller = replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
-        for batch in sorted({1, problem.batch}):
-            for splits in sorted({1, problem.num_splits}):
-                part = replace(smaller, batch=batch, num_splits=splits)
-                plan = make_attention_plan(part, info)
-                plans += [plan.forward] + ([plan.combine] if plan.combine else [])
-    return plans
+    """Every launch that calls within a problem's bounds may need, those of the problem first.
+
+    Their workspace is enough for any of the calls.
+    """
+    plan = make_attention_plan(problem, info)
+    nbytes = _largest_workspace(problem, info)
+    forwards = {plan.forward.variant: plan.forward}
+    score_mod, arch = _score_mod(problem), native_arch(info.capability)
+    for tile in _tiles(problem).values():
+        if tile.key_warps == 1 or not problem.batch_invariant:
+            variant = tile.variant(arch, score_mod)
+            forwards.setdefault(
+                variant, Plan(variant, (1, 1, 1), (_THREADS, 1, 1), tile.smem_bytes)
+            )
+    plans = list(forwards.values())
+    if nbytes:
+        plans.append(plan.combine or Plan(_combine_variant(arch), (1, 1, 1), (_THREADS, 1, 1)))
+    return [replace(plan, workspace_bytes=nbytes) for plan in plans]
+
+
+def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
+    """Of any call within the bounds: planned splits end where the device is full many times."""
+    if problem.batch_invariant or problem.num_splits == 1:
+        return 0
+    most = problem.num_splits or _MOST_SPLITS
+    rows = problem.total_q * problem.num_heads_q * most
+    if not problem.num_splits:
+        full = (tile.rows * _resident(tile, info) for tile in _tiles(problem).values())
+        rows = min(rows, _WAVES * max(full))
+    return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
 
 
 def _partial_bytes(problem: AttentionProblem, splits: int) -> int:
@@ -216,16 +238,25 @@ def _partial_bytes(problem: AttentionProblem, splits: int) -> int:
     return rows * (problem.head_dim_v + 1) * 4 if splits > 1 else 0
 
 
-def _choose_tile(problem: AttentionProblem, info: DeviceInfo) -> _Tile:
+def _score_mod(problem: AttentionProblem) -> bool:
+    return problem.softcap > 0 or problem.has_alibi
+
+
+def _tiles(problem: AttentionProblem) -> dict[tuple[int, int], _Tile]:
+    """The tiles of a problem's types and head sizes by (row tiles a warp, warps over keys)."""
     cache = problem.kv_type
-    compute = FP16 if cache.is_fp8 else cache
     head_dim, head_dim_v = next(
         b for b in _BUCKETS if problem.head_dim <= b[0] and problem.head_dim_v <= b[1]
     )
-    tiles = {
+    compute = FP16 if cache.is_fp8 else cache
+    return {
         shape: _Tile(compute, cache, head_dim, head_dim_v, *shape)
         for shape in _shapes(cache, head_dim)
     }
+
+
+def _choose_tile(problem: AttentionProblem, info: DeviceInfo) -> _Tile:
+    tiles = _tiles(problem)
     rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
     if rows <= 16 and (1, 4) in tiles and not problem.batch_invariant:
         return tiles[1, 4]
@@ -284,12 +315,17 @@ def _choose_splits(
     return NEVER_SPLIT, 1
 
 
+def _resident(tile: _Tile, info: DeviceInfo) -> int:
+    """Blocks that run at the same time, about."""
+    return info.num_sms * max(1, min(4, info.smem_optin // (tile.smem_bytes + 1024)))
+
+
 def _planned_splits(info: DeviceInfo, tile: _Tile, items: int, visible: int) -> int:
     """The fewest pieces that keep the device nearly as busy as any number of them."""
-    resident = info.num_sms * max(1, min(4, info.smem_optin // (tile.smem_bytes + 1024)))
+    resident = _resident(tile, info)
     if items >= 4 * resident:
         return 1
-    most = max(1, min(128, visible // _SMALLEST_CHUNK, 8 * resident // items))
+    most = max(1, min(_MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * resident // items))
 
     def busy(count: int) -> float:
         waves = items * count / resident

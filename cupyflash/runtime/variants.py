@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from .attention_plan import attention_variants
 from .merge_plan import merge_variants
 from .variant import Variant
 from .write_plan import write_variants
@@ -11,7 +12,11 @@ from .write_plan import write_variants
 __all__ = ["FAMILIES", "all_variants"]
 
 # Each takes an architecture without a suffix ("sm_90"); one with a dialect for sm_90a names it.
-FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (merge_variants, write_variants)
+FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (
+    merge_variants,
+    write_variants,
+    attention_variants,
+)
 
 
 def all_variants(arch: str) -> tuple[Variant, ...]:
