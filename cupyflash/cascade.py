@@ -9,11 +9,13 @@ import numpy as np
 
 from .attention import describe_call, flash_attn_varlen_func
 from .merge import merge_attn_states
+from .runtime import env
 from .runtime.arrays import array_module, as_array, spec_of
 from .runtime.call import scale_argument
 from .runtime.rules.numbers import non_negative
 from .runtime.rules.operands import check_operand
 from .runtime.rules.score import window
+from .values import check_prefix_is_seen
 
 __all__ = ["cascade_attention", "use_cascade_attention"]
 
@@ -160,7 +162,8 @@ def cascade_attention(
     Raises
     ------
     ValueError
-        A prefix that is not whole blocks, or schedules without a shared prefix.
+        A prefix that is not whole blocks, or that some query does not see to its end (on a GPU
+        under ``CUPYFLASH_CHECK=1`` only), or schedules without a shared prefix.
     TypeError, ValueError, NotImplementedError
         As `flash_attn_varlen_func`.
     """
@@ -246,7 +249,9 @@ def _two_levels(output: Any, prefix: dict[str, Any], suffix: dict[str, Any], str
     Rows of no request keep what ``output`` holds: to the merge their prefix is empty, and their
     suffix is a state of weight one.
     """
-    describe_call(**suffix)  # its errors come before anything is written
+    call = describe_call(**suffix)  # its errors come before anything is written
+    if call.on_host or env.check():
+        check_prefix_is_seen(call, prefix["max_seqlen_k"])
     query = as_array(prefix["q"], "query")
     module, (tokens, heads) = array_module(query), query.shape[:2]
     prefix_lse = module.full((heads, tokens), -np.inf, np.float32)

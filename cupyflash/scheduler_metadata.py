@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from operator import attrgetter
@@ -79,6 +78,8 @@ class SchedulerMetadata:
 
 @lru_cache(maxsize=1024)
 def _hash(bounds: ScheduleBounds) -> tuple[int, int]:
+    import hashlib
+
     text = repr(tuple(bounds._replace(kv_type=bounds.kv_type.name)))  # type: ignore[arg-type]
     low, high = np.frombuffer(hashlib.blake2b(text.encode(), digest_size=8).digest(), "<i4")
     return int(low), int(high)

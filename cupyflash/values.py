@@ -17,7 +17,7 @@ from .runtime.arrays import AttentionArrays
 from .runtime.call import Call
 from .runtime.problem import AttentionProblem
 
-__all__ = ["check_bounds", "check_slot_values", "check_values"]
+__all__ = ["check_bounds", "check_prefix_is_seen", "check_slot_values", "check_values"]
 
 
 def check_values(call: Call) -> None:
@@ -64,6 +64,25 @@ def _lengths(problem: AttentionProblem, arrays: AttentionArrays) -> tuple[Any, A
     return read_lengths(
         problem, arrays.cu_seqlens_q, arrays.cu_seqlens_k, arrays.seqused_k, total_k
     )
+
+
+def check_prefix_is_seen(call: Call, prefix: int) -> None:
+    """Refuse queries in front of the end of a shared prefix; ``call`` is of the keys behind it.
+
+    Raises
+    ------
+    ValueError
+        A request whose first query lies in the prefix.
+    """
+    queries = np.diff(_read(call.arrays.cu_seqlens_q)).astype(np.int64)
+    hidden = queries - 1 - _read(call.arrays.seqused_k)
+    if hidden.size and hidden.max() > 0 and queries[hidden.argmax()] > 0:
+        request = int(hidden.argmax())
+        raise ValueError(
+            f"common_prefix_len={prefix}, but the first of {queries[request]} queries of request "
+            f"{request} does not see its last {hidden[request]} keys; share at most "
+            f"{prefix - hidden[request]}"
+        )
 
 
 def check_slot_values(slot_mapping: Any, num_blocks: int, block_size: int) -> None:

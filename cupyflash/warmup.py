@@ -6,7 +6,6 @@ from .bounds import AttentionBounds
 from .fa_version import current_capability, resolve_version
 from .families import FAMILIES
 from .runtime.device import Device, active_device
-from .runtime.launch import prepare
 from .runtime.plan import Plan
 
 __all__ = ["warmup", "workspace_size"]
@@ -57,6 +56,8 @@ def warmup(bounds: AttentionBounds, *, fa_version: int | None = None) -> None:
     NotImplementedError
         No version can.
     """
+    from .runtime.launch import prepare
+
     device = _current_device()
     if device is not None:
         prepare(device, _plans(bounds, device, fa_version))

@@ -71,6 +71,8 @@ def prepare(
         max_seqlen_q = non_negative("max_seqlen_q", max_seqlen_q)
     if type(max_seqlen_k) is not int or max_seqlen_k < 0:
         max_seqlen_k = non_negative("max_seqlen_k", max_seqlen_k)
+    if type(num_splits) is not int or num_splits < 0:
+        num_splits = non_negative("num_splits", num_splits)
     problem = describe(
         specs(placed),
         scale_specs,
@@ -83,7 +85,7 @@ def prepare(
         name_of_type("fp8_dtype", fp8_dtype),
         q_fp8_dtype if q_fp8_dtype is None else name_of_type("q_fp8_dtype", q_fp8_dtype),
         flag("return_softmax_lse", wants_lse),
-        num_splits if type(num_splits) is int else non_negative("num_splits", num_splits),
+        num_splits,
         flag("batch_invariant", batch_invariant),
         on_host,
     )

@@ -99,9 +99,14 @@ def scratch_of(device: Device, stream: int | None) -> Scratch:
 
 
 def free_workspaces() -> int:
-    """Give all scratch memory back to CuPy's pool; returns the bytes.
+    """Give all scratch memory back to CuPy's pool.
 
     Graphs that were captured with it must not be launched afterwards.
+
+    Returns
+    -------
+    int
+        The bytes given back.
     """
     with _making:
         held = list(_scratch.values())

@@ -1,0 +1,317 @@
+"""Every public function refuses bad input: the value, the rule and what would work; no writes."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from test_problem import paged
+
+import cupyflash
+from cupyflash.attention import describe_call
+from cupyflash.runtime.rules.numbers import flag, non_negative, number
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def changed(name, change):
+    """Arguments of a good paged call with one of them changed."""
+    args = paged()
+    args[name] = change(args.get(name)) if callable(change) else change
+    return args
+
+
+ATTENTION = [
+    ("q", None, TypeError, r"q is None; it must be an array \[total_q, Hq, D\]"),
+    ("q", lambda q: q[0], ValueError, r"q has shape \(6, 64\); it must be \[total_q, Hq, D\]"),
+    ("q", lambda q: q.astype(np.int8), TypeError, "q is int8; use float16, bfloat16, float32"),
+    ("q", lambda q: q.astype(BF16), TypeError, "q is bf16, k and v are fp16; they must be"),
+    ("q", lambda q: q[..., ::2], ValueError, r"q has shape .* strides .* must be contiguous"),
+    ("q", lambda q: q[:, :5], ValueError, "5 query heads and 2 KV heads"),
+    ("q", lambda q: q[:, :0], ValueError, "0 query heads"),
+    ("q", lambda q: q[..., :56], ValueError, "q has head size 56 and k 64"),
+    ("k", lambda k: k[0], ValueError, r"k has shape .* \[num_blocks, block_size, Hk, D\]"),
+    ("k", lambda k: k[:, :0], ValueError, r"k is \[5, 0, 2, D\] and v \[5, 16, 2, Dv\]"),
+    ("v", lambda v: v[:4], ValueError, r"k is \[5, 16, 2, D\] and v \[4, 16, 2, Dv\]"),
+    ("v", lambda v: v[:, :, :1], ValueError, r"v \[5, 16, 1, Dv\]"),
+    ("v", lambda v: v[..., :20], ValueError, "head size 20 of v: .* of 8 .* nearest is 24"),
+    ("v", lambda v: v.astype(np.float32), TypeError, "k is float16 and v is float32"),
+    ("cu_seqlens_q", None, TypeError, "cu_seqlens_q is None; .* int32"),
+    ("cu_seqlens_q", lambda c: c.astype(np.int64), TypeError, "cu_seqlens_q is int64; .* int32"),
+    ("cu_seqlens_q", lambda c: c[:0], ValueError, r"at least \[0\]"),
+    ("cu_seqlens_q", lambda c: c[None], ValueError, "one dimension"),
+    ("cu_seqlens_q", lambda c: np.repeat(c, 2)[::2], ValueError, "cu_seqlens_q must be contiguous"),
+    ("cu_seqlens_k", lambda _: np.zeros(3, np.int32), ValueError, "exclude each other; drop"),
+    ("seqused_k", None, ValueError, "block_table without seqused_k: pass the number of keys"),
+    ("seqused_k", lambda s: s[:1], ValueError, r"seqused_k has shape \(1,\).*2 requests.*\[2\]"),
+    ("seqused_k", lambda s: s.astype(np.uint32), TypeError, "seqused_k is uint32; .* int32"),
+    ("block_table", lambda t: t[:1], ValueError, r"2 requests; it must be \[2, max_blocks\]"),
+    ("block_table", lambda t: t[0], ValueError, r"must be \[batch, max_blocks\]"),
+    ("block_table", lambda t: t.astype(np.int64), TypeError, "block_table is int64; .* int32"),
+    ("block_table", lambda t: t.repeat(2, 1)[:, ::2], ValueError, "contiguous rows; the row"),
+    ("block_table", None, ValueError, "cu_seqlens_k is missing: .* paged cache needs block_table"),
+    ("max_seqlen_q", -1, ValueError, "max_seqlen_q=-1 must be at least 0"),
+    ("max_seqlen_q", 2.5, TypeError, "max_seqlen_q is float; pass a Python or NumPy integer"),
+    ("max_seqlen_k", np.array([3]), TypeError, r"max_seqlen_k has shape \(1,\); pass one integer"),
+    ("max_seqlen_q", 2, ValueError, "max_seqlen_q=2, but request 1 has 3; it must be at least 3"),
+    ("max_seqlen_k", 19, ValueError, "max_seqlen_k=19, but request 0 has 20"),
+    ("num_splits", -1, ValueError, "num_splits=-1 must be at least 0"),
+    ("num_splits", True, TypeError, "num_splits is bool"),
+    ("causal", np.ones(2, np.int32), TypeError, "causal is ndarray; .* for all requests"),
+    ("window_size", (-1, -3), ValueError, r"window_size=\(-1, -3\).* nearest is \(-1, -1\)"),
+    ("window_size", (4,), ValueError, "two integers"),
+    ("window_size", (1.5, 0), ValueError, "two integers"),
+    ("softcap", -2.0, ValueError, "softcap=-2.0 must be positive, or 0"),
+    ("softcap", float("inf"), ValueError, "softcap=inf must be finite"),
+    ("softmax_scale", float("nan"), ValueError, "softmax_scale=nan must be finite"),
+    ("softmax_scale", np.ones(2), TypeError, r"softmax_scale has shape \(2,\); pass one number"),
+    ("softmax_scale", "1", TypeError, "softmax_scale is str"),
+    ("alibi_slopes", np.ones(6), TypeError, "alibi_slopes is float64; it must be float32"),
+    ("alibi_slopes", np.ones((3, 6), "f4"), ValueError, r"must be \[6\] or \[2, 6\]"),
+    ("alibi_slopes", np.ones(12, "f4")[::2], ValueError, "alibi_slopes .* contiguous"),
+    ("s_aux", np.ones(6), TypeError, "s_aux is float64; use float32, float16 or bfloat16"),
+    ("s_aux", np.ones(2, "f4"), ValueError, r"s_aux has shape \(2,\); it must be \[6\]"),
+    ("out", np.zeros((4, 6, 32), "f2"), ValueError, r"out has shape .* it must be \[4, 6, 64\]"),
+    ("out", np.zeros((4, 6, 64), "f4"), TypeError, "out is float32; for q in fp16 it must be fp16"),
+    ("out", np.zeros((4, 6, 128), "f2")[..., ::2], ValueError, "out .* contiguous"),
+    ("out", np.broadcast_to(np.zeros(64, "f2"), (4, 6, 64)), ValueError, "elements share memory"),
+    ("lse", np.zeros((4, 6), "f4"), ValueError, r"lse has shape \(4, 6\); it must be \[6, 4\]"),
+    ("lse", np.zeros((6, 4), "f8"), TypeError, "lse is float64; it must be float32"),
+    ("q_descale", 2.0, ValueError, "q_descale given, but q is fp16; .* drop it"),
+    ("v_descale", np.ones((2, 2), "f4"), ValueError, "v_descale given, but v is fp16"),
+    ("fp8_dtype", "e3m4", ValueError, "fp8_dtype='e3m4' is not an fp8 format; use one of e4m3"),
+    ("fp8_dtype", ["e4m3"], TypeError, "fp8_dtype is list; it must be a string"),
+    ("q_fp8_dtype", "bf16", ValueError, "q_fp8_dtype='bf16' is not an fp8 format"),
+    ("dropout_p", 0.1, ValueError, "dropout_p=0.1: inference has no dropout; use 0"),
+    ("return_attn_probs", True, ValueError, "use return_softmax_lse=True"),
+    ("q_v", np.zeros((4, 6, 512)), NotImplementedError, "q_v: .* not available .* use None"),
+    ("cp_world_size", 2, NotImplementedError, "cp_world_size=2, cp_rank=0: context parallelism"),
+    ("cp_tot_seqused_k", np.ones(2, "i4"), NotImplementedError, "without cp_tot_seqused_k"),
+    ("fa_version", 3, ValueError, "fa_version=3: versions are GPU kernels, .* use None"),
+    ("stream", 0, ValueError, "stream given, but NumPy arrays"),
+    ("scheduler_metadata", np.zeros(2, "i4"), TypeError, "scheduler_metadata is int32"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "error", "words"), ATTENTION)
+def test_attention(name, change, error, words):
+    args = changed(name, change)
+    args.setdefault("out", np.full((4, 6, 64), 7, np.float16))
+    args.setdefault("lse", np.full((6, 4), 7, np.float32))
+    with pytest.raises(error, match=words):
+        cupyflash.flash_attn_varlen_func(**args)
+    for output in ("out", "lse"):
+        if name != output:
+            assert (args[output] == 7).all()
+
+
+def test_a_block_of_no_tokens():
+    args = paged()
+    args.update(k=args["k"][:, :0], v=args["v"][:, :0])
+    with pytest.raises(ValueError, match="must hold at least 1 token"):
+        describe_call(**args)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, 264, 300])
+def test_head_sizes_name_the_nearest(size):
+    args = paged(dims=(size, size))
+    nearest = min(max(8, -(-size // 8) * 8), 256)
+    with pytest.raises(ValueError, match=f"head size {size} of q and k: .* nearest is {nearest}"):
+        describe_call(**args)
+
+
+@pytest.mark.parametrize("size", [8, 40, 72, 112, 120, 160, 224, 256])
+def test_every_multiple_of_8_is_taken(size):
+    assert describe_call(**paged(dims=(size, size))).problem.head_dim == size
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ((1, 2), r"k_descale has shape \(1, 2\); it must be \(2, 2\)"),
+        ((2,), r"\(2,\); it must be \(2, 2\)"),
+        ((2, 2, 1), "or a number"),
+    ],
+)
+def test_descales_of_another_size_show_both_shapes(shape, words):
+    args = paged()
+    args.update(k=args["k"].astype(np.uint8), v=args["v"].astype(np.uint8))
+    with pytest.raises(ValueError, match=words):
+        describe_call(**args, k_descale=np.ones(shape, np.float32))
+    with pytest.raises(TypeError, match="k_descale is float64; it must be float32"):
+        describe_call(**args, k_descale=np.ones((2, 2)))
+
+
+def test_partial_descales_are_taken():
+    args = paged()
+    args.update(k=args["k"].astype(np.uint8), v=args["v"].astype(np.uint8))
+    one = np.ones((2, 2), np.float32)
+    expected = cupyflash.flash_attn_varlen_func(**args, k_descale=one, v_descale=one)
+    np.testing.assert_array_equal(cupyflash.flash_attn_varlen_func(**args, k_descale=one), expected)
+
+
+def test_float32_is_for_numpy_only():
+    from test_fa_version import gpu
+
+    args = paged(dtype=np.float32)
+    with gpu((9, 0)), pytest.raises(TypeError, match="float32 attention runs on NumPy arrays only"):
+        describe_call(**args)
+
+
+@pytest.mark.parametrize("value", [0, 1, None, "yes", np.array([True])])
+def test_flags_are_true_or_false(value):
+    with pytest.raises(TypeError, match="it must be True or False"):
+        flag("causal", value)
+    assert flag("causal", np.bool_(True)) is True
+
+
+def test_numbers_on_the_host():
+    assert non_negative("n", np.array(3)) == 3
+    assert number("x", np.float16(0.5)) == 0.5
+    for value in (None, 1j, np.array("a"), object()):
+        with pytest.raises(TypeError, match="pass a Python or NumPy number"):
+            number("x", value)
+
+
+# Writing to the cache
+
+
+def write_args():
+    key = np.ones((3, 2, 8), np.float16)
+    cache = np.full((2, 4, 4, 2, 8), 7, np.float16)
+    return {
+        "key": key, "value": key, "key_cache": cache[0], "value_cache": cache[1],
+        "slot_mapping": np.array([1, 2, -1]), "kv_cache_dtype": "auto", "k_scale": 1.0,
+        "v_scale": 1.0,
+    }  # fmt: skip
+
+
+WRITE = [
+    ("key", None, TypeError, "key is None"),
+    ("key", lambda k: k[:2], ValueError, "3 slots, but key and value have 2 tokens"),
+    ("key", lambda k: k.astype(np.float64), TypeError, "key is float64 and value float16"),
+    ("key", lambda k: k[:, :1], ValueError, r"\[Hk, D\] is \[1, 8\] in key"),
+    ("key_cache", lambda c: c[..., ::2], ValueError, "key_cache .* contiguous"),
+    ("key_cache", lambda c: c[:3], ValueError, r"\[num_blocks, block_size\] \[3, 4\]"),
+    ("key_cache", lambda c: c.astype(BF16), TypeError, "key_cache is bfloat16 and value_cache"),
+    ("key_cache", lambda c: np.broadcast_to(c[:1], c.shape), ValueError, "slots share memory"),
+    ("slot_mapping", lambda s: s.astype(np.int16), TypeError, "int16; it must be int32 or int64"),
+    ("slot_mapping", lambda s: s[None], ValueError, r"it must be contiguous \[tokens\]"),
+    (
+        "slot_mapping",
+        np.array([1, 16, 2]),
+        ValueError,
+        r"slot_mapping\[1\]=16 must be less than 16",
+    ),
+    ("kv_cache_dtype", "fp4", ValueError, "kv_cache_dtype='fp4' is not an fp8 format"),
+    ("kv_cache_dtype", "fp8", TypeError, "but the cache is float16; use uint8 or float8_e4m3fn"),
+    ("kv_cache_dtype", "bfloat16", TypeError, 'but the cache is float16; use "auto"'),
+    ("k_scale", 2.0, ValueError, "k_scale=2.0: a cache in fp16 takes no scale; use 1.0"),
+    ("k_scale", 0.0, ValueError, "k_scale=0.0 must be positive"),
+    ("k_scale", float("nan"), ValueError, "k_scale=nan must be finite"),
+    ("v_scale", np.ones(3, "f4"), ValueError, r"v_scale has shape \(3,\); it must be \[2\], \[1\]"),
+    ("v_scale", np.ones(2), TypeError, "v_scale is float64; it must be float32"),
+    ("stream", 0, ValueError, "stream given, but NumPy arrays"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "words"), WRITE)
+def test_writes(name, change, error, words):
+    args = write_args()
+    caches = args["key_cache"], args["value_cache"]
+    args[name] = change(args[name]) if callable(change) else change
+    with pytest.raises(error, match=words):
+        cupyflash.reshape_and_cache_flash(**args)
+    assert all((cache == 7).all() for cache in caches)
+
+
+def test_writes_to_bytes_need_a_format_that_is_known():
+    args = write_args()
+    args["key_cache"], args["value_cache"] = np.zeros((2, 4, 4, 2, 8), np.uint8)
+    with pytest.raises(
+        TypeError, match=r"'auto', but the cache is uint8; name its format \(fp8_e4m3"
+    ):
+        cupyflash.reshape_and_cache_flash(**args)
+
+
+def test_writes_do_not_narrow_one_16_bit_type_to_another():
+    args = write_args()
+    args["key_cache"], args["value_cache"] = np.zeros((2, 4, 4, 2, 8), BF16)
+    with pytest.raises(TypeError, match="key is fp16 and the cache bf16; use a fp16 cache"):
+        cupyflash.reshape_and_cache_flash(**args)
+    args.update(key=args["key"].astype("f4"), value=args["value"].astype("f4"))
+    cupyflash.reshape_and_cache_flash(**args)
+    assert (args["key_cache"][0, 1] == 1).all()
+
+
+# Merging
+
+
+def merge_args():
+    state, lse = np.ones((3, 2, 8), np.float16), np.zeros((2, 3), np.float32)
+    output = np.full((3, 2, 8), 7, np.float16)
+    return {
+        "output": output, "prefix_output": state, "prefix_lse": lse, "suffix_output": state,
+        "suffix_lse": lse,
+    }  # fmt: skip
+
+
+MERGE = [
+    ("output", None, TypeError, "output is None"),
+    ("output", lambda o: o[0], ValueError, r"it must be \[tokens, Hq, D\]"),
+    (
+        "output",
+        lambda o: o.astype(np.float32),
+        TypeError,
+        "for states in fp16 use the same, or e4m3",
+    ),
+    (
+        "output",
+        lambda o: o.view(np.uint8)[..., :8],
+        ValueError,
+        "output is e4m3 and needs output_sc",
+    ),
+    ("prefix_output", None, TypeError, r"prefix_output is None; it must be an array \[3, 2, 8\]"),
+    ("prefix_output", lambda p: p[:2], ValueError, r"must be \[3, 2, 8\], of the output"),
+    ("suffix_output", lambda s: s.astype(BF16), TypeError, "suffix_output bfloat16; use one of"),
+    (
+        "suffix_output",
+        lambda s: s.repeat(2, 2)[..., ::2],
+        ValueError,
+        "suffix_output .* contiguous",
+    ),
+    ("prefix_lse", lambda x: x.T, ValueError, r"prefix_lse .* must be \[2, 3\], \[Hq, tokens\]"),
+    ("suffix_lse", lambda x: x.astype(np.float64), TypeError, "suffix_lse is float64"),
+    ("output_lse", np.zeros((2, 3)), TypeError, "output_lse is float64; it must be float32"),
+    ("output_lse", np.broadcast_to(np.float32(0), (2, 3)), ValueError, "its elements share memory"),
+    ("s_aux", np.zeros(3, "f4"), ValueError, r"s_aux has shape \(3,\); it must be \[2\]"),
+    ("output_scale", 1.0, ValueError, "belongs to an e4m3 output, not fp16; drop it"),
+    ("prefill_tokens_with_context", -1, ValueError, "prefill_tokens_with_context=-1"),
+    ("stream", 0, ValueError, "stream given, but NumPy arrays"),
+]
+
+
+@pytest.mark.parametrize(("name", "change", "error", "words"), MERGE)
+def test_merges(name, change, error, words):
+    args = merge_args()
+    output = args["output"]
+    args[name] = change(args[name]) if callable(change) else change
+    with pytest.raises(error, match=words):
+        cupyflash.merge_attn_states(**args)
+    assert (output == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("scale", "error", "words"),
+    [
+        (0.0, ValueError, "output_scale=0.0 must be positive"),
+        (np.ones(2, np.float32), TypeError, r"output_scale is float32 \(2,\); .* float32 \[1\]"),
+        (np.ones(1), TypeError, "output_scale is float64"),
+        ("1", TypeError, "output_scale is str"),
+    ],
+)
+def test_scales_of_merges(scale, error, words):
+    args = merge_args()
+    args.update(output=np.zeros((3, 2, 8), np.uint8), output_scale=scale)
+    with pytest.raises(error, match=words):
+        cupyflash.merge_attn_states(**args)
