@@ -106,7 +106,14 @@ def resolve_version(
     NotImplementedError
         None was asked for, and none can run this.
     """
-    return resolve_need(need_of(problem), capability, argument)
+    return _resolve_problem(problem, capability, _asked(argument))
+
+
+@lru_cache(maxsize=4096)
+def _resolve_problem(
+    problem: AttentionProblem, capability: Capability, asked: tuple[int, str] | None
+) -> int:
+    return _resolve(need_of(problem), capability, asked)
 
 
 def resolve_need(need: Need, capability: Capability, argument: int | None = None) -> int:

@@ -34,8 +34,7 @@ def reshape_and_cache_flash(
     Parameters
     ----------
     key, value : array [tokens, Hk, D], [tokens, Hk, Dv], float16, bfloat16 or float32
-        At least as many tokens as `slot_mapping`; more are padding and are not read. The cache's
-        dtype, or float32, unless the cache is fp8.
+        At least as many tokens as `slot_mapping`; more are padding and are not read.
     key_cache, value_cache : array [num_blocks, block_size, Hk, D], [..., Dv]
         Written in place; any strides, the last dimension contiguous. float16, bfloat16 or float32;
         or fp8, as uint8 or an ml_dtypes type.
@@ -43,8 +42,9 @@ def reshape_and_cache_flash(
         ``block * block_size + offset`` of each token; negative = skip the token. A slot given
         twice ends up with one of its tokens.
     kv_cache_dtype : str
-        ``"auto"``: what the dtype of the caches says, without a scale; ``"fp8"``, ``"fp8_e4m3"``,
-        ``"fp8_e5m2"``: the format of caches in uint8 or that ml_dtypes type.
+        ``"auto"``: the caches' dtype, which is that of key and value, or narrower than float32;
+        ``"float16"``, ``"bfloat16"``: caches of this dtype, whatever key and value are; ``"fp8"``,
+        ``"fp8_e4m3"``, ``"fp8_e5m2"``: the format of caches in uint8 or that ml_dtypes type.
     k_scale, v_scale : number, or array [1] or [Hk], float32
         fp8 caches store ``x / scale``, to nearest even, saturated (infinities too); NaN stays NaN.
         Not used by other caches, where a number must be 1. None = 1.

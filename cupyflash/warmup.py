@@ -40,7 +40,8 @@ def workspace_size(bounds: AttentionBounds, *, fa_version: int | None = None) ->
 def warmup(bounds: AttentionBounds, *, fa_version: int | None = None) -> None:
     """Compile, load and allocate all that calls within these bounds need on the current GPU.
 
-    Afterwards such calls can be captured into a graph on the current stream. Without an NVIDIA GPU
+    Those are attention, `merge_attn_states` of its outputs and, for a paged cache, writing to it.
+    Afterwards they can be captured into a graph on the current stream. Without an NVIDIA GPU
     there is nothing to do.
 
     Parameters
@@ -60,7 +61,7 @@ def warmup(bounds: AttentionBounds, *, fa_version: int | None = None) -> None:
 
     device = _current_device()
     if device is not None:
-        prepare(device, _plans(bounds, device, fa_version))
+        prepare(device, _plans(bounds, device, fa_version) + _small_plans(bounds, device))
 
 
 def _current_device() -> Device | None:
@@ -80,3 +81,19 @@ def _plans(bounds: AttentionBounds, device: Device, fa_version: int | None) -> l
     problem = bounds.problem()
     version = resolve_version(problem, device.info.capability, fa_version)
     return FAMILIES[version].plans(problem, device.info)
+
+
+def _small_plans(bounds: AttentionBounds, device: Device) -> list[Plan]:
+    """Writing the cache and merging states, of the types that the bounds imply."""
+    from .runtime.compile import native_arch
+    from .runtime.merge_plan import make_merge_plan
+    from .runtime.write_plan import make_write_plan
+
+    problem, arch = bounds.problem(), native_arch(device.info.capability)
+    states = problem.out_type
+    shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v, False)
+    plans = [make_merge_plan(arch, states, states, *shape)]
+    if problem.page_size is not None:
+        shape = (problem.total_q, problem.num_heads_kv, problem.head_dim, False)
+        plans.append(make_write_plan(arch, states, problem.kv_type, *shape))
+    return plans

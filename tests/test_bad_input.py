@@ -234,14 +234,25 @@ def test_writes_to_bytes_need_a_format_that_is_known():
         cupyflash.reshape_and_cache_flash(**args)
 
 
-def test_writes_do_not_narrow_one_16_bit_type_to_another():
+def test_writes_change_one_16_bit_type_to_another_only_if_asked():
     args = write_args()
     args["key_cache"], args["value_cache"] = np.zeros((2, 4, 4, 2, 8), BF16)
-    with pytest.raises(TypeError, match="key is fp16 and the cache bf16; use a fp16 cache"):
+    words = "key is fp16 and the cache bf16; use a fp16 cache, or .* kv_cache_dtype='bfloat16'"
+    with pytest.raises(TypeError, match=words):
         cupyflash.reshape_and_cache_flash(**args)
-    args.update(key=args["key"].astype("f4"), value=args["value"].astype("f4"))
-    cupyflash.reshape_and_cache_flash(**args)
+    cupyflash.reshape_and_cache_flash(**{**args, "kv_cache_dtype": "bfloat16"})
     assert (args["key_cache"][0, 1] == 1).all()
+    args.update(key=args["key"].astype("f4") * 2, value=args["value"].astype("f4"))
+    cupyflash.reshape_and_cache_flash(**args)
+    assert (args["key_cache"][0, 1] == 2).all()
+
+
+def test_writes_do_not_widen():
+    args = write_args()
+    args["key_cache"], args["value_cache"] = np.zeros((2, 4, 4, 2, 8), np.float32)
+    for spelling in ("auto", "float32"):
+        with pytest.raises(TypeError, match=r"key is fp16 and the cache fp32; use a fp16 cache$"):
+            cupyflash.reshape_and_cache_flash(**{**args, "kv_cache_dtype": spelling})
 
 
 # Merging

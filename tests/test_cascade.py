@@ -130,9 +130,7 @@ def test_a_request_may_end_with_the_prefix():
 def test_a_query_in_front_of_the_end_of_the_prefix_is_refused():
     args = shared_case(lengths=((1, 60), (4, 30)))
     output = empty_output(args)
-    with pytest.raises(
-        ValueError, match=r"4 queries of request 1 .* last 1 keys; .* at most 31"
-    ):
+    with pytest.raises(ValueError, match=r"4 queries of request 1 .* last 1 keys; .* at most 31"):
         cascade(args, output)
     assert np.isnan(output.astype(np.float32)).all()
     cascade(args, output, alibi_slopes=np.zeros(4, np.float32))

@@ -29,13 +29,17 @@ def gpu(capability):
 @pytest.fixture
 def built(monkeypatch):
     """The table as it will be once every row of it is built."""
-    from cupyflash.fa_version import _resolve
+    from cupyflash.fa_version import _resolve, _resolve_problem
+
+    def forget():
+        _resolve.cache_clear()
+        _resolve_problem.cache_clear()
 
     rows = tuple(replace(row, built=True) for row in SUPPORT)
     monkeypatch.setattr(support, "SUPPORT", rows)
-    _resolve.cache_clear()
+    forget()
     yield rows
-    _resolve.cache_clear()
+    forget()
 
 
 def test_a_version_has_kernels_exactly_where_a_row_is_built():

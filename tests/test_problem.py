@@ -223,26 +223,29 @@ def test_leading_dimensions_merge_without_a_copy_or_not_at_all():
 # Host time
 
 
-def warm_microseconds(batch):
+def warm_call(batch):
+    """Describes a decode call of arrays that cost no more to ask than CuPy's do."""
     q, k = np.zeros((batch, 32, 128), np.float16), np.zeros((64, 16, 8, 128), np.float16)
     host = AttentionArrays(
         q, k, k, np.zeros(batch + 1, np.int32), seqused_k=np.zeros(batch, np.int32),
         block_table=np.zeros((batch, 4), np.int32), out=q,
     )  # fmt: skip
     arrays = AttentionArrays(*(None if a is None else FakeArray(a) for a in host))
+    numbers = (1, 64, 0.1, True, (-1, -1), 0.0, "e4m3", None, False, 0, False)
+    return lambda: prepare(arrays, (None, None, None), *numbers)
 
-    def call():
-        prepare(
-            arrays, (None, None, None), 1, 64, 0.1, True, (-1, -1), 0.0, "e4m3", None, False, 0,
-            False,
-        )  # fmt: skip
 
-    call()
-    return min(timeit.repeat(call, number=500, repeat=20)) / 500 * 1e6
+def hundred_calls(function=lambda: None):
+    for _ in range(100):
+        function()
 
 
 def test_describing_a_warm_call_is_quick_and_flat_in_the_batch():
-    """3.5 µs on a quiet machine; the bound leaves room for a loaded one."""
-    small, large = warm_microseconds(1), warm_microseconds(4096)
-    assert small < 12
-    assert large < 2 * small
+    """3.6 µs, or 150 calls of an empty function; the two are measured in turn."""
+    timed = {"unit": hundred_calls, "small": warm_call(1), "large": warm_call(4096)}
+    best = dict.fromkeys(timed, float("inf"))
+    for _ in range(30):
+        for name, function in timed.items():
+            best[name] = min(best[name], timeit.timeit(function, number=200))
+    assert best["small"] < 2.5 * best["unit"]
+    assert best["large"] < 1.5 * best["small"]

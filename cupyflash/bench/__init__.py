@@ -2,7 +2,16 @@
 
 from .cases import BenchCase, bench_cases
 from .record import header, table
-from .roofs import H200, Roofs
+from .roofs import H200, Roofs, floor_seconds
 from .run import run_bench
 
-__all__ = ["H200", "BenchCase", "Roofs", "bench_cases", "header", "run_bench", "table"]
+__all__ = [
+    "H200",
+    "BenchCase",
+    "Roofs",
+    "bench_cases",
+    "floor_seconds",
+    "header",
+    "run_bench",
+    "table",
+]

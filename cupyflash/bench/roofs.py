@@ -2,41 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
+
+from cupyflash.runtime.roofs import H200, Roofs
 
 from .cases import BenchCase
 
-__all__ = ["H200", "Roofs", "measure_roofs"]
+__all__ = ["H200", "Roofs", "floor_seconds", "measure_roofs"]
 
 
-@dataclass(frozen=True, slots=True)
-class Roofs:
-    """Bytes a second and FLOPs a second.
-
-    Attributes
-    ----------
-    read, copy : float
-        A read-only stream; a copy, counting bytes read and bytes written.
-    dense16, dense8 : float
-        Dense matrix products of 16-bit and 8-bit operands.
-    """
-
-    read: float
-    copy: float
-    dense16: float
-    dense8: float
-
-    def floor_seconds(self, case: BenchCase) -> float:
-        """No run of ``case`` is much faster: its bytes or its FLOPs at these rates."""
-        if case.kind in ("merge", "write"):
-            return case.bytes_moved / self.copy
-        rate = self.dense8 if case.q_type == "e4m3" else self.dense16
-        return max(case.bytes_moved / self.read, case.flops / rate)
-
-
-H200 = Roofs(read=4.54e12, copy=4.31e12, dense16=780e12, dense8=1398e12)
-"""Measured on one H200: read-only stream, device copy, 8192³ matrix products on random data."""
+def floor_seconds(roofs: Roofs, case: BenchCase) -> float:
+    """No run of ``case`` is much faster: its bytes or its FLOPs at these rates."""
+    if case.kind in ("merge", "write"):
+        return case.bytes_moved / roofs.copy
+    return roofs.seconds(case.bytes_moved, case.flops, case.q_type == "e4m3")
 
 
 def measure_roofs(seconds_of: Any) -> Roofs:

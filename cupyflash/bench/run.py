@@ -11,7 +11,7 @@ from .cases import BenchCase, bench_cases
 from .inputs import BenchInputs
 from .peers import PEERS
 from .providers import NoKernelError, cupyflash
-from .roofs import H200, Roofs, measure_roofs
+from .roofs import H200, Roofs, floor_seconds, measure_roofs
 from .timing import Prepared, host_seconds, interleave, prepare, seconds_of
 
 __all__ = ["run_bench"]
@@ -71,7 +71,7 @@ def _time_case(
     seconds = interleave(prepared) if prepared else {}
     return {
         "case": case.name,
-        "floor_us": roofs.floor_seconds(case) * 1e6,
+        "floor_us": floor_seconds(roofs, case) * 1e6,
         "flops": case.flops,
         "bytes": case.bytes_moved,
         "us": {name: value * 1e6 for name, value in seconds.items()},

@@ -87,9 +87,10 @@ def _cache_type(specs: dict[str, ArraySpec], kv_cache_dtype: str) -> ScalarType:
     wanted = PLAIN_CACHES[kv_cache_dtype]
     if wanted not in (None, found.name):
         raise TypeError(f'{given}; use "auto"')
-    if source not in (found, FP32):
+    if source not in (found, FP32) and (wanted is None or found is FP32):
+        hint = "" if found is FP32 else f", or ask for it by kv_cache_dtype={found.numpy.name!r}"
         raise TypeError(
-            f"key is {source.name} and the cache {found.name}; use a {source.name} cache"
+            f"key is {source.name} and the cache {found.name}; use a {source.name} cache{hint}"
         )
     return found
 
