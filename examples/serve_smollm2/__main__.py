@@ -81,6 +81,8 @@ def main() -> None:
     options = _options()
     try:
         _serve(options)
+    except KeyboardInterrupt:
+        sys.exit(130)
     except ImportError as missing:
         sys.exit(f"{missing}; run: pip install 'cupyflash[examples]'")
     except (FileNotFoundError, RuntimeError, ValueError) as refusal:
