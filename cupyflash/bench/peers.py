@@ -10,15 +10,16 @@ import importlib
 import importlib.util
 import lzma
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from .cases import BenchCase
 from .inputs import BenchInputs
 from .providers import NoKernelError
+from .timing import Prepared, calls_a_replay
 
-__all__ = ["PEERS", "peer_path"]
+__all__ = ["PEERS", "peer_path", "prepare_peer"]
 
 _libraries: dict[str, Any] = {}
 
@@ -60,18 +61,21 @@ def _tensor(array: Any, fp8: bool = False) -> Any:
     return found.view(torch.float8_e4m3fn) if fp8 else found
 
 
-def _on_current_stream(call: Callable[[], Any]) -> Callable[[], Any]:
-    """Run a torch call on CuPy's current stream, so that one capture serves all providers."""
-    import cupy as cp
-
+def prepare_peer(calls: Sequence[Callable[[], Any]]) -> Prepared:
+    """A CUDA graph of torch calls, captured by torch so that its allocator keeps their memory."""
     torch = _torch()
-
-    def run() -> None:
-        pointer = cp.cuda.get_current_stream().ptr
-        with torch.cuda.stream(torch.cuda.ExternalStream(pointer)):
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
             call()
-
-    return run
+    torch.cuda.synchronize()
+    count = calls_a_replay(calls)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(count):
+            calls[i % len(calls)]()
+    return Prepared(graph.replay, count, "graph")
 
 
 def fa3(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
@@ -160,7 +164,7 @@ def fa3(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
             None,
         )
 
-    return _on_current_stream(call)
+    return call
 
 
 def flashmla(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
@@ -181,7 +185,7 @@ def flashmla(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
         )
 
     call()
-    return _on_current_stream(call)
+    return call
 
 
 def _sdpa(inputs: BenchInputs, backend: str) -> Callable[[], Any]:
@@ -202,7 +206,7 @@ def _sdpa(inputs: BenchInputs, backend: str) -> Callable[[], Any]:
         with attention.sdpa_kernel(chosen):
             torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
-    return _on_current_stream(call)
+    return call
 
 
 def _is_plain(case: BenchCase) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from .cases import BenchCase, bench_cases
 from .inputs import BenchInputs
-from .peers import PEERS
+from .peers import PEERS, prepare_peer
 from .providers import NoKernelError, cupyflash
 from .roofs import H200, Roofs, floor_seconds, measure_roofs
 from .timing import Prepared, host_seconds, interleave, prepare, seconds_of
@@ -61,7 +61,7 @@ def _time_case(
                 cupyflash(i) if name == "cupyflash" else PEERS[name](i, folder) for i in inputs
             ]
             host[name] = host_seconds(calls[0]) * 1e6
-            prepared[name] = prepare(calls)
+            prepared[name] = (prepare if name == "cupyflash" else prepare_peer)(calls)
         except (NoKernelError, NotImplementedError) as reason:
             skipped[name] = str(reason)
         except Exception as error:  # a peer that fails must not end the run of the others

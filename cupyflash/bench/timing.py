@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Prepared", "host_seconds", "interleave", "prepare", "seconds_of"]
+__all__ = ["Prepared", "calls_a_replay", "host_seconds", "interleave", "prepare", "seconds_of"]
 
 _TARGET_SECONDS = 2e-3  # GPU work a replay holds, so that its own launch does not count
 _PAUSE_SECONDS = 0.04  # rest between turns: a burst and the steady state differ by up to 15 %
@@ -41,9 +41,7 @@ def prepare(calls: Sequence[Callable[[], Any]]) -> Prepared:
     for call in calls:
         call()
     cp.cuda.get_current_stream().synchronize()
-    once = max(_elapsed(calls[0]), 2e-6)
-    count = max(len(calls), min(200, int(_TARGET_SECONDS / once)))
-    count = -(-count // len(calls)) * len(calls)
+    count = calls_a_replay(calls)
 
     def queue() -> None:
         for i in range(count):
@@ -60,6 +58,13 @@ def prepare(calls: Sequence[Callable[[], Any]]) -> Prepared:
         finally:
             graph = stream.end_capture()
     return Prepared(lambda: graph.launch(cp.cuda.Stream.null), count, "graph")
+
+
+def calls_a_replay(calls: Sequence[Callable[[], Any]]) -> int:
+    """How many calls make up about two milliseconds; each set of inputs equally often."""
+    once = max(_elapsed(calls[0]), 2e-6)
+    count = max(len(calls), min(200, int(_TARGET_SECONDS / once)))
+    return -(-count // len(calls)) * len(calls)
 
 
 def interleave(prepared: Mapping[str, Prepared], rounds: int = 7) -> dict[str, float]:
