@@ -99,7 +99,14 @@ def test_atomics_of_all_ctas_are_counted():
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ("if (threadIdx.x < 16) __syncthreads();", r"DIVERGENT[\s\S]*kernel.cu:2"),
+        (
+            "if (threadIdx.x & 16) __syncthreads(); else { o[1] = 0; __syncthreads(); o[2] = 1; }",
+            r"DIVERGENT|RACE",
+        ),
+        (
+            "if (threadIdx.x < 16) o[threadIdx.x] = __reduce_add_sync(~0u, 1);",
+            r"DIVERGENT[\s\S]*exited[\s\S]*kernel.cu:2",
+        ),
         ("__trap();", r"TRAP[\s\S]*kernel.cu:2"),
         (
             "o[0] = threadIdx.x + ((volatile int*)o)[64];",
@@ -205,3 +212,24 @@ def test_speed_with_the_checker_on():
     reports = [attend(device, "fa2.cu", 200, 2, False)[1] for _ in range(5)]
     assert max(r.steps / r.seconds for r in reports) > 5e5
     assert re.fullmatch(r"fa2_fwd", reports[0].symbol)
+
+
+def test_barriers_and_collectives_wait_for_those_that_have_not_exited():
+    out = device_array(128, np.int32, -1)
+    source = (
+        HEAD
+        + """(int* o) {
+  __shared__ int x[128];
+  const int t = threadIdx.x;
+  if (t >= 96 || (t & 31) >= 20) return;
+  x[t] = t;
+  __syncthreads();
+  o[t] = x[(t + 32) % 96] + __reduce_max_sync(0xfffff, t);
+}"""
+    )
+    for seed in range(6):
+        out[...] = -1
+        run(source, [out], block=128, seed=seed)
+        for t in range(128):
+            alive = t < 96 and t % 32 < 20
+            assert out[t] == ((t + 32) % 96 + t // 32 * 32 + 19 if alive else -1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -35,7 +36,7 @@ def cache_folder() -> Path:
 
 
 def _build(target: Path) -> None:
-    """Compiles the sources, two at a time; processes that race all end with a whole file."""
+    """Compiles the sources side by side; the library appears whole or not at all."""
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
 
         def compile_one(source: Path) -> str:
@@ -64,7 +65,12 @@ def library() -> ctypes.CDLL:
         key.update(path.name.encode() + path.read_bytes())
     target = cache_folder() / f"vm-{key.hexdigest()[:20]}.so"
     if not target.exists():
-        _build(target)
+        with open(
+            target.with_suffix(".lock"), "w"
+        ) as lock:  # one process compiles, the others wait
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _build(target)
     lib = ctypes.CDLL(str(target))
     lib.emu_table.restype = ctypes.c_int64
     lib.emu_table.argtypes = [ctypes.c_char_p, ctypes.c_int64]

@@ -62,8 +62,30 @@ static void census_of(const Warp& w, const Barrier& b, char* text, size_t size) 
   (void)w;
 }
 
-void arrive_barrier(Warp& w, Barrier& b, uint32_t mask, int expected, bool wait, int number) {
+// Lets all go who wait, once enough have arrived. A barrier of the whole CTA waits for the warps that have not
+// exited.
+void complete_barrier(Cta& cta, int number) {
+  Barrier& b = cta.barriers[number];
+  const int expected = b.whole ? cta.live * 32 : b.expected;
+  if (!b.arrived || b.arrived < expected) return;
+  if (b.arrived > expected) fail("BARRIER: %d threads arrived at barrier %d, which expects %d", b.arrived, number, expected);
+  for (auto& q : cta.warps)
+    for (Path& p : q->paths)
+      if (p.wait == Wait::kBarrier && p.where == uint32_t(number)) {
+        p.wait = Wait::kNone;
+        if (!cta.vm->check) continue;
+        warp_sync(*q, p.mask);
+        acquire(*q, b.order, p.mask);
+      }
+  cta.result[number] = std::exchange(cta.votes[number], Cta::Votes());
+  b = Barrier();
+}
+
+void arrive_barrier(Warp& w, uint32_t mask, int expected, bool wait, int number) {
   Cta& cta = *w.cta;
+  Barrier& b = cta.barriers[number];
+  const bool whole = expected < 0;
+  if (whole) expected = int(w.vm->warps_per_cta) * 32;
   if (expected <= 0 || expected % 32) fail("BARRIER: thread count %d is not a multiple of 32", expected);
   if (b.arrived && b.expected != expected) {
     char who[400] = "";
@@ -71,6 +93,7 @@ void arrive_barrier(Warp& w, Barrier& b, uint32_t mask, int expected, bool wait,
     fail("BARRIER: barrier %d is used with %d threads here, but with %d by%s", number, expected, b.expected, who);
   }
   b.expected = expected;
+  b.whole = whole;
   b.arrived += (mask & w.live) == w.live ? 32 : __builtin_popcount(mask);
   b.who.push_back({w.id, w.pc});
   if (w.vm->check) b.order.join(release(w, mask), cta.num_warps(), cta.num_mbar());
@@ -79,17 +102,7 @@ void arrive_barrier(Warp& w, Barrier& b, uint32_t mask, int expected, bool wait,
     w.path().wait = Wait::kBarrier;
     w.path().where = uint32_t(number);
   }
-  if (b.arrived < expected) return;
-  if (b.arrived > expected) fail("BARRIER: %d threads arrived at barrier %d, which expects %d", b.arrived, number, expected);
-  for (auto& q : cta.warps)
-    for (Path& p : q->paths)
-      if (p.wait == Wait::kBarrier && p.where == uint32_t(number)) {
-        p.wait = Wait::kNone;
-        if (!w.vm->check) continue;
-        warp_sync(*q, p.mask);
-        acquire(*q, b.order, p.mask);
-      }
-  b = Barrier();
+  complete_barrier(cta, number);
 }
 
 // args: number, count (slots; count -1: the whole CTA); flags of the table say what it is.
@@ -101,17 +114,17 @@ static int barrier_number(Warp& w, const Insn& in, uint32_t m) {
   return int(number);
 }
 static int barrier_count(Warp& w, const Insn& in, uint32_t m) {
-  return in.arg[1] < 0 ? int(w.vm->warps_per_cta) * 32 : int(w.r(in.arg[1])[first_lane(m)]);
+  return in.arg[1] < 0 ? -1 : int(w.r(in.arg[1])[first_lane(m)]);
 }
 static Step bar_sync(Warp& w, const Insn& in, uint32_t m) {
   const int number = barrier_number(w, in, m), count = barrier_count(w, in, m);
   w.path().pc++;
-  arrive_barrier(w, w.cta->barriers[number], m, count, true, number);
+  arrive_barrier(w, m, count, true, number);
   return Step::kJump;
 }
 static Step bar_arrive(Warp& w, const Insn& in, uint32_t m) {
   const int number = barrier_number(w, in, m);
-  arrive_barrier(w, w.cta->barriers[number], m, barrier_count(w, in, m), false, number);
+  arrive_barrier(w, m, barrier_count(w, in, m), false, number);
   return Step::kNext;
 }
 
@@ -129,8 +142,7 @@ static Step bar_red(Warp& w, const Insn& in, uint32_t m) {
     votes.all &= p == m;
     votes.any |= p != 0;
     path.parity = kVoted;
-    if (cta.barriers[number].arrived + 32 >= count) cta.result[number] = std::exchange(votes, Cta::Votes());
-    arrive_barrier(w, cta.barriers[number], m, count, true, number);
+    arrive_barrier(w, m, count, true, number);
     if (path.wait != Wait::kNone) return Step::kStay;
   }
   path.parity = 0;
@@ -210,9 +222,9 @@ static const OpDef kOps[] = {
     {"ret", "", ret, 0, kControl}, {"exit", "", ret, 0, kControl},
     {"trap", "", trap, 0, 0}, {"brkpt", "", trap, 0, 0}, {"nanosleep.u32", "r", yield, 0, 0},
     {"pmevent", "i", nothing, 0, 0},
-    {"bar.sync", "rj", bar_sync, 0, kPreempt | kAligned}, {"bar.arrive", "rj", bar_arrive, 0, kPreempt | kAligned},
+    {"bar.sync", "rj", bar_sync, 0, kPreempt | kAligned | kLive}, {"bar.arrive", "rj", bar_arrive, 0, kPreempt | kAligned | kLive},
     {"barrier.sync", "rj", bar_sync, 0, kPreempt}, {"barrier.arrive", "rj", bar_arrive, 0, kPreempt},
-    {"bar.red", "rjipiP", bar_red, 0, kPreempt | kAligned}, {"bar.red.popc", "rjipiR", bar_red, 0, kPreempt | kAligned},
+    {"bar.red", "rjipiP", bar_red, 0, kPreempt | kAligned | kLive}, {"bar.red.popc", "rjipiR", bar_red, 0, kPreempt | kAligned | kLive},
     {"bar.warp.sync", "r", warp_barrier, 0, kPreempt | kMembers},
     {"barrier.cluster.arrive", "", cluster_arrive, 0, kPreempt | kAligned},
     {"barrier.cluster.wait", "", cluster_wait, 0, kPreempt | kAligned},

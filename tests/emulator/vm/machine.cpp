@@ -66,6 +66,7 @@ void Machine::start_cta(int64_t index) {
     w->id = int(id);
     const uint32_t left = threads - id * 32;
     w->live = left >= 32 ? ~0u : (1u << left) - 1;
+    w->born = w->live;
     w->paths = {{0, w->live}};
     std::fill_n(w->floor, 32, 1u);
     w->file.assign(prog.file_words, kPoisonRegister);
@@ -141,7 +142,7 @@ bool Machine::select_path(Warp& w) {
     return true;
   }
   if (meeting == w.paths.size()) {
-    std::string text = "DIVERGENT: lanes of one warp wait for each other:";
+    std::string text = "DIVERGENT: lanes of one warp wait for others, which are elsewhere or have exited:";
     for (const Path& p : w.paths) {
       char part[80];
       snprintf(part, sizeof part, " lanes 0x%08x at @%d@;", p.mask, p.pc);
@@ -180,11 +181,11 @@ void Machine::run_warp(Warp& w) {
     if (in.kind & (kPreempt | kAligned | kMembers)) {
       if (preempt && (in.kind & kPreempt) && quantum < 4096 && (random() & ((1u << cfg.preempt_shift) - 1)) == 0) return;
       uint32_t need = 0;
-      if (in.kind & kAligned) need = w.live;
+      if (in.kind & kAligned) need = in.kind & kLive ? w.live : w.born;
       else if (in.kind & kMembers) {
         need = w.r(in.arg[0])[first_lane(m)];
         if (~need & m) fail("MASK: an executing lane is not in the member mask 0x%08x (active: 0x%08x)", need, m);
-        need &= w.live;
+        need &= w.born;
       }
       if (need & ~path.mask) {  // others have to come first
         path.wait = Wait::kMeet;
@@ -227,10 +228,14 @@ void Machine::exit_lanes(Warp& w, uint32_t mask) {
     });
   w.live &= ~mask;
   progress++;
+  for (Path& p : w.paths)  // collectives wait for lanes that live
+    if (p.wait == Wait::kMeet) p.wait = Wait::kNone;
   if (w.live) return;
   if (!w.open_wgmmas.empty() || !w.wgmma_groups.empty()) fail("IN FLIGHT: a warp exits with a wgmma in flight");
   w.done = true;
-  if (--w.cta->live == 0) finish_cta(*w.cta);
+  if (--w.cta->live == 0) return finish_cta(*w.cta);
+  for (int i = 0; i < kBarriers; i++)
+    if (w.cta->barriers[i].whole) complete_barrier(*w.cta, i);
 }
 
 void Machine::finish_cta(Cta& cta) {

@@ -33,6 +33,7 @@ enum : uint32_t {
   kMembers = 4,     // needs the lanes of a member mask, in the register arg[0]
   kControl = 8,     // runs even when no lane is active
 
+  kLive = 32,       // with kAligned: lanes that have exited need not come (barriers)
   kTouches = 16,    // accesses a register that some wgmma uses (set by the front end, per instruction)
 };
 
@@ -136,7 +137,7 @@ struct Warp {
   std::vector<uint8_t> local;  // [lane][bytes]
   std::vector<Path> paths;
   size_t cur = 0;
-  uint32_t live = 0, carry = 0;
+  uint32_t born = 0, live = 0, carry = 0;  // lanes at the start, lanes that have not exited
   bool done = false;
 
   // Checker.
@@ -170,6 +171,7 @@ struct Warp {
 
 struct Barrier {
   int arrived = 0, expected = 0;
+  bool whole = false;  // of all threads of the CTA
   Order order;
   std::vector<std::pair<int, uint32_t>> who;  // warp, pc (all arrivals)
 };
@@ -333,7 +335,8 @@ void mbarrier_complete(Cta&, Mbarrier&);
 bool mbarrier_ready(const Mbarrier& b, uint32_t parity);
 void land_bulk(Warp&, int lane, BulkOp&, bool write_too);
 void retire_wgmmas(Warp&, size_t allowed);
-void arrive_barrier(Warp&, Barrier&, uint32_t mask, int expected, bool wait, int number);
+void arrive_barrier(Warp&, uint32_t mask, int expected, bool wait, int number);
+void complete_barrier(Cta&, int number);
 
 // ---- lanes
 template <class F>
