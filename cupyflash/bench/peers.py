@@ -75,7 +75,7 @@ def prepare_peer(calls: Sequence[Callable[[], Any]]) -> Prepared:
     with torch.cuda.graph(graph, stream=stream):
         for i in range(count):
             calls[i % len(calls)]()
-    return Prepared(graph.replay, count, "graph")
+    return Prepared(graph.replay, count, calls)
 
 
 def fa3(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:

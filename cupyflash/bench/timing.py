@@ -16,11 +16,14 @@ _PAUSE_SECONDS = 0.04  # rest between turns: a burst and the steady state differ
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Something to time: ``run`` queues ``calls`` calls on the null stream."""
+    """Something to time: ``run`` queues ``count`` calls on the null stream.
+
+    ``calls`` are kept, because a graph refers to the memory that their closures own.
+    """
 
     run: Callable[[], Any]
-    calls: int
-    how: str
+    count: int
+    calls: Sequence[Callable[[], Any]]
 
 
 def _elapsed(run: Callable[[], Any]) -> float:
@@ -57,7 +60,7 @@ def prepare(calls: Sequence[Callable[[], Any]]) -> Prepared:
             queue()
         finally:
             graph = stream.end_capture()
-    return Prepared(lambda: graph.launch(cp.cuda.Stream.null), count, "graph")
+    return Prepared(lambda: graph.launch(cp.cuda.Stream.null), count, calls)
 
 
 def calls_a_replay(calls: Sequence[Callable[[], Any]]) -> int:
@@ -73,7 +76,7 @@ def interleave(prepared: Mapping[str, Prepared], rounds: int = 7) -> dict[str, f
     for round_ in range(rounds + 1):
         for name in list(prepared)[:: 1 if round_ % 2 else -1]:
             time.sleep(_PAUSE_SECONDS)
-            elapsed = _elapsed(prepared[name].run) / prepared[name].calls
+            elapsed = _elapsed(prepared[name].run) / prepared[name].count
             if round_:
                 seconds[name].append(elapsed)
     return {name: statistics.median(values) for name, values in seconds.items()}
