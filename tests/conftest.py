@@ -35,6 +35,8 @@ ATTENTION_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
 # The emulator runs 8.0 and 9.0: fp8 conversion is arithmetic there and an instruction here.
 MERGE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
 WRITE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
+# Steps of an engine make many calls; what the emulator can show of them has tests of its own.
+STEP_PATHS = ("numpy", "gpu")
 
 
 def _gpu_missing() -> str:
@@ -51,6 +53,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = _gpu_missing() if marked else ""
     for item in marked if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason))
+
+
+# What the emulator runs of each property: a kernel there takes a thousand times as long.
+EMULATED_EXAMPLES = 0.2
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    function = getattr(item, "function", None)
+    chosen = getattr(function, "_hypothesis_internal_use_settings", None)
+    if chosen is None or "emulator" not in item.name:
+        return (yield)
+    fewer = max(5, round(chosen.max_examples * EMULATED_EXAMPLES))
+    function._hypothesis_internal_use_settings = settings(chosen, max_examples=fewer)  # type: ignore[union-attr]
+    try:
+        return (yield)
+    finally:
+        function._hypothesis_internal_use_settings = chosen  # type: ignore[union-attr]
 
 
 class Path:
@@ -93,3 +113,4 @@ def _path(request: pytest.FixtureRequest) -> Iterator[Path]:
 attention_path = pytest.fixture(params=_params(ATTENTION_PATHS), name="path")(_path)
 merge_path = pytest.fixture(params=_params(MERGE_PATHS), name="merge_path")(_path)
 write_path = pytest.fixture(params=_params(WRITE_PATHS), name="write_path")(_path)
+step_path = pytest.fixture(params=_params(STEP_PATHS), name="step_path")(_path)

@@ -1,0 +1,236 @@
+"""From an engine's step through builder and layer to the oracle's answer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from steps import Case, Made, cases, lengths
+
+from cupyflash.backend import AttentionType
+from cupyflash.backends import CrossAttentionBuilder, EncoderOnlyAttentionBuilder
+from cupyflash.testing import DTYPES, expect_attention, merge_baseline
+
+
+@given(case=cases())
+def test_a_step_has_the_oracles_answer(step_path, case):
+    made = Made(step_path, case)
+    out = made.run(made.builder.build(0, made.common))
+    made.expected().check(out)
+
+
+@settings(max_examples=15)
+@given(case=cases(), blocks=st.integers(0, 2))
+def test_a_step_of_the_real_kernels(path, case, blocks):
+    """On every path, the emulator too; with a shared prefix where there can be one."""
+    if blocks:
+        case = case.replace(causal=True, window=None, alibi=False)
+    prefix = blocks * case.block_size
+    lengths = tuple((max(q, 1), n + prefix) for q, n in case.lengths)
+    made = Made(path, case.replace(lengths=lengths, prefix=prefix))
+    out = made.run(made.builder.build(prefix, made.common))
+    check_cascade(made, out, prefix) if prefix else made.expected().check(out)
+
+
+@given(case=cases(head_size=32), fast=st.booleans())
+def test_lse_and_schedule_do_not_change_the_answer(step_path, case, fast):
+    made = Made(step_path, case)
+    made.impl.need_to_return_lse_for_decode = True
+    metadata = made.builder.build(0, made.common, fast_build=fast)
+    assert (metadata.scheduler_metadata is None) == fast
+    made.write(new=False)
+    key, value = made.write(True, metadata.slot_mapping)
+    out, lse = made.impl.forward(
+        made.layer, made.query, key, value, made.cache, metadata, made.output
+    )
+    assert out is made.output
+    made.expected().check(made.live(), step_path.host(lse)[:, : sum(made.case.q_lens)])
+
+
+@given(case=cases(causal=True, window=None, alibi=False, layout="NHD"), blocks=st.integers(1, 3))
+def test_a_shared_prefix_read_once_has_the_same_answer(step_path, case, blocks):
+    assume(sum(case.q_lens))
+    prefix = blocks * case.block_size
+    case = case.replace(
+        prefix=prefix, lengths=tuple((q, context + prefix) for q, context in case.lengths)
+    )
+    made = Made(step_path, case)
+    metadata = made.builder.build(prefix, made.common)
+    assert metadata.use_cascade
+    check_cascade(made, made.run(metadata), prefix)
+
+
+def check_cascade(made, out, prefix):
+    """The bound is that of two passes: both round their output, and so does the merge."""
+    args, case = made.arguments(), made.case
+    blocks, tokens = prefix // case.block_size, sum(case.q_lens)
+    first = {
+        "cu_seqlens_q": np.array([0, tokens], np.int32),
+        "seqused_k": np.array([prefix], np.int32),
+        "block_table": args["block_table"][:1, :blocks],
+        "causal": False,
+    }
+    first.update({n: args[n][:1] for n in ("q_descale", "k_descale", "v_descale") if n in args})
+    own = {
+        "seqused_k": args["seqused_k"] - np.int32(prefix),
+        "block_table": args["block_table"][:, blocks:],
+        "s_aux": None,
+    }
+    kind = DTYPES[case.dtype]
+    parts = [expect_attention(**{**args, **part}, out_dtype=kind) for part in (first, own)]
+    low = [(part.out_baseline, part.lse_baseline) for part in parts]
+    whole = made.expected()
+    replace(whole, out_baseline=merge_baseline(*low, out_dtype=kind)[0]).check(out)
+
+
+@given(
+    case=cases(layout="NHD", causal=False),
+    kind=st.sampled_from([AttentionType.ENCODER_ONLY, AttentionType.ENCODER]),
+)
+def test_encoder_tokens_see_each_other_without_a_cache(step_path, case, kind):
+    case = case.replace(
+        lengths=tuple((q, 0) for q, _ in case.lengths), kv_cache_dtype="auto", q_fp8=False
+    )
+    assume(sum(case.q_lens))
+    made = Made(step_path, case)
+    impl = made.make_impl(attn_type=kind)
+    metadata = made.builder.build(0, made.common)
+    key, value = made.tokens(made.keys, True), made.tokens(made.values, True)
+    impl.forward(made.layer, made.query, key, value, None, metadata, made.output)
+    args = made.arguments()
+    for name in ("block_table", "seqused_k"):
+        del args[name]
+    rows = sum(case.q_lens)
+    reach = -1 if case.window is None else case.window - 1
+    args.update(
+        k=step_path.host(key)[:rows],
+        v=step_path.host(value)[:rows],
+        cu_seqlens_k=args["cu_seqlens_q"],
+        window_size=(reach, 0 if kind is AttentionType.ENCODER and reach >= 0 else reach),
+    )
+    expect_attention(**args, out_dtype=made.case.dtype).check(made.live())
+
+
+def test_encoder_only_steps_are_never_causal(step_path):
+    made = Made(step_path, Case(((5, 0),)), EncoderOnlyAttentionBuilder)
+    assert made.common.causal
+    assert not made.builder.build(0, made.common).causal
+
+
+@given(
+    case=cases(window=None, alibi=False, layout="NHD", lengths=lengths(max_context=3)),
+    encoder=st.lists(st.integers(0, 40), min_size=4, max_size=4),
+)
+def test_cross_attention_writes_new_requests_and_reads_all(step_path, case, encoder):
+    """Decoder queries over encoder tokens; those of requests that decode already are there."""
+    decoder = case.lengths
+    encoder = encoder[: len(decoder)]
+    # The cache holds encoder tokens: as many "earlier" tokens, and no new ones.
+    made = Made(step_path, case.replace(lengths=tuple((0, n) for n in encoder), pad_tokens=0))
+    impl = made.make_impl(attn_type=AttentionType.ENCODER_DECODER)
+    queries = Made(step_path, made.case.replace(lengths=decoder, pad_tokens=0))
+    lens = np.array([*encoder, *[0] * case.pad_reqs], np.int32)
+    common = replace(
+        queries.common,
+        block_table_tensor=made.common.block_table_tensor,
+        encoder_seq_lens=step_path.array(lens),
+        encoder_seq_lens_cpu=lens,
+    )
+    builder = CrossAttentionBuilder(made.builder.kv_cache_spec, ["layer"], made.config)
+    metadata = builder.build(0, common)
+    new = [context == 0 and q > 0 for q, context in decoder]
+    for is_new in (False, True):  # earlier steps wrote the others
+        keys, values = (
+            np.concatenate([x for x, n in zip(o, new, strict=True) if n is is_new] or [o[0][:0]])
+            for o in (made.keys, made.values)
+        )
+        slots = metadata.slot_mapping if is_new else step_path.array(old_slots(made, new))
+        impl.do_kv_cache_update(
+            made.layer, step_path.array(keys), step_path.array(values), made.cache, slots
+        )
+    impl.forward(made.layer, queries.query, None, None, made.cache, metadata, queries.output)
+    args = {**made.arguments(), "causal": False}
+    args.update({n: queries.arguments()[n] for n in ("q", "cu_seqlens_q")})
+    expect_attention(**args, out_dtype=made.case.dtype).check(queries.live())
+
+
+def old_slots(made, new):
+    size = made.case.block_size
+    return np.concatenate(
+        [
+            row[np.arange(n) // size].astype(np.int64) * size + np.arange(n) % size
+            for row, (_, n), is_new in zip(made.table, made.case.lengths, new, strict=False)
+            if not is_new
+        ]
+        or [np.zeros(0, np.int64)]
+    )
+
+
+def test_a_profiling_run_gives_zeros(step_path):
+    made = Made(step_path, Case(((2, 0),)))
+    made.impl.forward(made.layer, made.query, None, None, made.cache, None, made.output)
+    assert not step_path.host(made.output).any()
+
+
+# B32: padded requests point at block 0, whose content is NaN.
+def test_padded_requests_leave_real_rows_as_they_are(step_path):
+    case = Case(((1, 20), (4, 3), (1, 0)), num_kv_heads=2, group_size=2)
+    alone = Made(step_path, case)
+    right = alone.run(alone.builder.build(0, alone.common))
+    padded = Made(step_path, case.replace(pad_reqs=2, pad_tokens=3))
+    assert np.isnan(step_path.host(padded.cache)[:, 0].astype(np.float32)).all()
+    padded.query[: len(right)] = alone.query
+    assert padded.run(padded.builder.build(0, padded.common)).tobytes() == right.tobytes()
+
+
+# B61: sinks with an 8-bit cache. q = 0, four keys, sink 0, v = j, v scale 2: out 2 * 6 / 5.
+def test_sinks_hold_with_a_quantised_cache(step_path):
+    case = Case(((1, 3),), dtype="bf16", kv_cache_dtype="fp8", sink=True)
+    made = Made(step_path, case)
+    made.layer._k_scale, made.layer._v_scale, made.sinks[:] = 1.0, 2.0, 0
+    impl = made.make_impl()
+    made.query[...] = 0
+    made.values[0][...] = (2 * np.arange(4))[:, None, None]
+    out = made.run(made.builder.build(0, made.common), impl)
+    np.testing.assert_array_equal(out, np.full_like(out, 2.4))
+
+
+# B23: a shared prefix of 40 and a window of 16 tokens: rows see 16 keys each.
+def test_a_window_declines_the_shared_prefix(step_path):
+    case = Case(((8, 48),), prefix=48, window=16, block_size=16)
+    made = Made(step_path, case)
+    assert not made.builder.use_cascade_attention(4096, [1] * 64, 8, 2, False, True, False, 132, 1)
+    with pytest.raises(ValueError, match=r"window \(15, 0\)"):
+        made.builder.build(48, made.common)
+    made.query[...] = 0
+    made.values[0][...] = np.arange(56)[:, None, None]
+    out = made.run(made.builder.build(0, made.common))
+    np.testing.assert_allclose(out[:, 0, 0], 40.5 + np.arange(8), rtol=1e-6)
+
+
+# B65: descales other than 1, different for each head.
+def test_scales_of_each_head_reach_the_call(step_path):
+    case = Case(((1, 30),), num_kv_heads=2, dtype="bf16", kv_cache_dtype="fp8", scales="head")
+    made = Made(step_path, case)
+    made.layer._k_scale[...] = step_path.array([0.5, 2.0], np.float32)
+    made.layer._v_scale[...] = step_path.array([1.0, 3.0], np.float32)
+    out = made.run(made.builder.build(0, made.common))
+    made.expected().check(out)
+    swapped = made.expected(k_descale=np.array([[2.0, 0.5]], np.float32))
+    with pytest.raises(AssertionError):
+        swapped.check(out)
+
+
+@settings(max_examples=10)
+@given(case=cases(window=None, layout="NHD"))
+def test_batch_invariant_steps_have_the_oracles_answer(step_path, case):
+    made = Made(step_path, case, batch_invariant=True)
+    metadata = made.builder.build(0, made.common)
+    assert metadata.max_num_splits == 1
+    assert metadata.batch_invariant
+    assert metadata.scheduler_metadata is None
+    out = made.run(metadata)
+    made.expected().check(out)
