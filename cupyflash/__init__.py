@@ -1,7 +1,7 @@
 """Attention for LLM inference on CuPy and NumPy arrays."""
 
 from .attention import flash_attn_varlen_func
-from .batched import flash_attn_func, flash_attn_with_kvcache
+from .batched import flash_attn_func
 from .bounds import AttentionBounds
 from .cascade import cascade_attention, use_cascade_attention
 from .explain import Explanation, explain
@@ -13,6 +13,7 @@ from .fa_version import (
     get_fp8_dtype_for_flashattn,
     is_fa_version_supported,
 )
+from .kv_append import flash_attn_with_kvcache
 from .kv_cache import reshape_and_cache_flash
 from .merge import merge_attn_states
 from .runtime.workspace import free_workspaces

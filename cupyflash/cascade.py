@@ -10,7 +10,7 @@ import numpy as np
 from .attention import describe_call, flash_attn_varlen_func
 from .merge import merge_attn_states
 from .runtime import env
-from .runtime.arrays import array_module, as_array, spec_of
+from .runtime.arrays import array_module, as_array, on_stream, spec_of
 from .runtime.call import scale_argument
 from .runtime.rules.numbers import non_negative
 from .runtime.rules.operands import check_operand
@@ -187,28 +187,31 @@ def cascade_attention(
         "stream": stream,
     }
     own = {"cu_seqlens_q": cu_query_lens, "max_seqlen_q": max_query_len, "out": output, **scales}
+    table = as_array(block_table, "block_table")
     if alibi_slopes is not None or sides != (-1, -1) or not all(map(_is_shared, scales.values())):
         if prefix_scheduler_metadata is not None or suffix_scheduler_metadata is not None:
             raise ValueError(
                 "scheduler metadata of two passes, but ALiBi, a window, or descales of each "
                 "request leave no prefix to share; drop both schedules"
             )
+        lengths = as_array(suffix_kv_lens, "suffix_kv_lens")
+        with on_stream(lengths, stream, "lengths with the prefix"):
+            lengths = lengths + np.int32(common_prefix_len)
         flash_attn_varlen_func(
-            max_seqlen_k=max_kv_len, seqused_k=suffix_kv_lens + np.int32(common_prefix_len),
-            block_table=block_table, causal=True, window_size=sides, alibi_slopes=alibi_slopes,
-            s_aux=s_aux, **own, **common,
+            max_seqlen_k=max_kv_len, seqused_k=lengths, block_table=table, causal=True,
+            window_size=sides, alibi_slopes=alibi_slopes, s_aux=s_aux, **own, **common,
         )  # fmt: skip
         return output
     prefix = {
         "max_seqlen_q": query.shape[0], "cu_seqlens_q": cu_prefix_query_lens,
         "max_seqlen_k": common_prefix_len, "seqused_k": prefix_kv_lens,
-        "block_table": block_table[:1, :blocks], "s_aux": s_aux,
+        "block_table": table[:1, :blocks], "s_aux": s_aux,
         "scheduler_metadata": prefix_scheduler_metadata,
         **{name: _of_one_request(scale) for name, scale in scales.items()}, **common,
     }  # fmt: skip
     suffix = {
         "max_seqlen_k": max_kv_len - common_prefix_len, "seqused_k": suffix_kv_lens,
-        "block_table": block_table[:, blocks:], "causal": True,
+        "block_table": table[:, blocks:], "causal": True,
         "scheduler_metadata": suffix_scheduler_metadata, **own, **common,
     }  # fmt: skip
     _two_levels(output, prefix, suffix, stream)
@@ -254,8 +257,9 @@ def _two_levels(output: Any, prefix: dict[str, Any], suffix: dict[str, Any], str
         check_prefix_is_seen(call, prefix["max_seqlen_k"])
     query = as_array(prefix["q"], "query")
     module, (tokens, heads) = array_module(query), query.shape[:2]
-    prefix_lse = module.full((heads, tokens), -np.inf, np.float32)
-    suffix_lse = module.zeros((heads, tokens), np.float32)
+    with on_stream(query, stream, "the states of two levels"):
+        prefix_lse = module.full((heads, tokens), -np.inf, np.float32)
+        suffix_lse = module.zeros((heads, tokens), np.float32)
     prefix_out, _ = flash_attn_varlen_func(lse=prefix_lse, return_softmax_lse=True, **prefix)
     flash_attn_varlen_func(lse=suffix_lse, **suffix)
     merge_attn_states(output, prefix_out, prefix_lse, output, suffix_lse, stream=stream)

@@ -40,7 +40,7 @@ class Explanation:
         The GPU that versions and roof are about: that of the arrays, else the current one, else an
         H200.
     plans : tuple of Plan
-        The launches, with their variants; empty on the CPU.
+        The launches that it may take, with their variants; empty on the CPU.
     tile : (int, int) or None
         Rows and keys of a step on the CPU.
     workspace_bytes : int

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 
-from .runtime.arrays import array_module
+from .runtime.arrays import array_module, on_stream
 from .runtime.attention_launch import attend
 from .runtime.attention_plan import attention_plans
-from .runtime.launch import stream_handle
 
 __all__ = ["attend", "attention_plans", "write_schedule"]
 
@@ -25,11 +23,7 @@ def write_schedule(bounds: Any, seqused_k: Any, cu_seqlens_q: Any, out: Any, str
 
     del cu_seqlens_q
     module = array_module(seqused_k)
-    handle = stream_handle(stream)
-    queue = nullcontext()
-    if module is not np and handle is not None:
-        queue = module.cuda.ExternalStream(handle)
-    with queue:
+    with on_stream(seqused_k, stream):
         buffer = module.empty(HEADER, np.int32) if out is None else out
         words = (*SchedulerMetadata(None, bounds).parameter_hash, bounds.batch, 0)
         for i, word in enumerate(words):

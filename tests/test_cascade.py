@@ -191,3 +191,17 @@ def test_one_pass_gives_the_same_answer_as_two():
     np.testing.assert_allclose(
         one[:rows].astype(np.float32), two[:rows].astype(np.float32), rtol=0.02, atol=0.02
     )
+
+
+@pytest.mark.parametrize("changes", [{"sink": True, "softcap": 5.0}, {"window_size": (15, 0)}])
+def test_cascade_on_every_path(path, changes):
+    args = shared_case(lengths=((1, 40), (4, 40), (2, 31)), **changes)
+    given = {n: path.array(a) if isinstance(a, np.ndarray) else a for n, a in args.items()}
+    rows = int(args["cu_seqlens_q"][-1])
+    output = path.array(empty_output(args))
+    cascade(
+        given, output, cu_prefix_query_lens=path.array(starts([rows])),
+        prefix_kv_lens=path.array(np.array([PREFIX], np.int32)),
+    )  # fmt: skip
+    expect_attention(**args).check(path.host(output))
+    assert np.isnan(path.host(output)[rows:].astype(np.float32)).all()

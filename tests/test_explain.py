@@ -11,7 +11,8 @@ from test_problem import paged
 
 import cupyflash
 from cupyflash import Explanation, explain
-from cupyflash.families import FAMILIES
+from cupyflash.explain import _lengths
+from cupyflash.runtime.arrays import AttentionArrays
 from cupyflash.runtime.device import DeviceInfo
 from cupyflash.testing import visible
 
@@ -102,7 +103,32 @@ def test_arguments_are_those_of_the_call():
         explain(**paged(), scheduler_metadata=metadata, causal=True)
 
 
-@pytest.mark.skipif(2 in FAMILIES, reason="there are kernels to plan")
-def test_a_call_that_no_kernel_runs_is_refused_as_the_call_is():
-    with gpu((9, 0)), pytest.raises(NotImplementedError, match="not in this release"):
-        explain(**paged())
+def test_on_a_gpu_the_launches_are_named():
+    with gpu((9, 0)):
+        found = explain(**paged((1, 1), (4096, 9), page=1024), causal=True)
+        size = cupyflash.workspace_size(
+            cupyflash.AttentionBounds(
+                batch_size=2, max_seqlen_q=1, max_seqlen_k=4096, num_heads_q=6, num_heads_kv=2,
+                headdim=64, dtype="float16", page_size=1024, max_blocks=3, causal=True,
+            )
+        )  # fmt: skip
+    assert found.version == 2
+    assert set(found.unsupported) == {3}
+    assert found.plans
+    assert found.workspace_bytes == size
+    assert found.tile is None
+    for plan in found.plans:
+        assert plan.variant.symbol in str(found)
+    with gpu((9, 0)), pytest.raises(ValueError, match="version 3"):
+        explain(**paged(), fa_version=3)
+
+
+def test_lengths_on_a_gpu_are_not_read():
+    args = paged((1, 3), (20, 9))
+    host = {n: args.pop(n) for n in ("cu_seqlens_q", "seqused_k")}
+
+    problem = explain(**args, **host).problem
+    arrays = AttentionArrays(*(None,) * 3, cu_seqlens_q=object())
+    known, q_lens, k_lens = _lengths(problem, arrays)
+    assert not known
+    assert (list(q_lens), list(k_lens)) == ([2, 2], [20, 20])

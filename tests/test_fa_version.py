@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from test_problem import problem_of
+from test_problem import paged, problem_of
 
 import cupyflash
 from cupyflash import support
@@ -18,6 +18,9 @@ from cupyflash.runtime.device import DeviceInfo, use_device
 from cupyflash.runtime.dtypes import BF16, E4M3, FP32
 from cupyflash.support import SUPPORT, Need, need_of, unsupported_reason, versions
 
+BOUNDS = cupyflash.AttentionBounds(
+    batch_size=2, max_seqlen_q=3, max_seqlen_k=20, num_heads_q=6, num_heads_kv=2, headdim=64,
+)  # fmt: skip
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 
 
@@ -26,20 +29,30 @@ def gpu(capability):
     return use_device(SimpleNamespace(info=DeviceInfo("a GPU", 0, capability, 132, 232448)))
 
 
-@pytest.fixture
-def built(monkeypatch):
-    """The table as it will be once every row of it is built."""
+def _table_where(monkeypatch, built):
     from cupyflash.fa_version import _resolve, _resolve_problem
 
     def forget():
         _resolve.cache_clear()
         _resolve_problem.cache_clear()
 
-    rows = tuple(replace(row, built=True) for row in SUPPORT)
+    rows = tuple(replace(row, built=built) for row in SUPPORT)
     monkeypatch.setattr(support, "SUPPORT", rows)
     forget()
     yield rows
     forget()
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The table as it will be once every row of it is built."""
+    yield from _table_where(monkeypatch, True)
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    """The table of a release without attention kernels."""
+    yield from _table_where(monkeypatch, False)
 
 
 def test_a_version_has_kernels_exactly_where_a_row_is_built():
@@ -77,13 +90,13 @@ def test_a_reason_quotes_the_table(built):
     assert "compute capability 12.0" in unsupported_reason(3, Need(), (12, 0))
 
 
-def test_a_row_that_is_not_built_says_so_last():
-    text = unsupported_reason(2, Need(), (8, 0))
-    if 2 not in FAMILIES:
-        assert text == (
-            "the portable kernels are not in this release; NumPy arrays are computed on the CPU"
-        )
+def test_a_row_that_is_not_built_says_so_last(unbuilt):
+    words = "the portable kernels are not in this release; NumPy arrays are computed on the CPU"
+    assert unsupported_reason(2, Need(), (8, 0)) == words
     assert "8.0 or later" in unsupported_reason(2, Need(), (7, 5))
+    with gpu((9, 0)):
+        assert cupyflash.get_flash_attn_version() is None
+        assert cupyflash.fa_version_unsupported_reason(2) == words
 
 
 def test_of_several_rows_the_nearest_one_is_quoted(monkeypatch, built):
@@ -215,11 +228,18 @@ def test_fp8_dtype_of_another_cache_is_refused():
         cupyflash.get_flash_attn_version(kv_cache_dtype="int4")
 
 
-@pytest.mark.skipif(2 in FAMILIES, reason="there are kernels to run")
-def test_a_call_on_a_gpu_says_that_no_kernel_is_built():
-    from test_problem import paged
-
-    with gpu((9, 0)), pytest.raises(NotImplementedError, match="not in this release; NumPy arrays"):
-        cupyflash.flash_attn_varlen_func(**paged())
-    with gpu((9, 0)), pytest.raises(ValueError, match=r"version 2 \(from the fa_version argument"):
-        cupyflash.flash_attn_varlen_func(**paged(), fa_version=2)
+def test_a_call_that_no_version_runs_says_why(unbuilt):
+    calls = (
+        lambda **more: cupyflash.flash_attn_varlen_func(**paged(), **more),
+        lambda **more: cupyflash.explain(**paged(), **more),
+        lambda **more: cupyflash.get_scheduler_metadata(
+            2, 3, 20, 6, 2, 64, paged()["seqused_k"], "float16", page_size=16, **more
+        ),
+        lambda **more: cupyflash.workspace_size(BOUNDS, **more),
+        lambda **more: cupyflash.warmup(BOUNDS, **more),
+    )
+    for call in calls:
+        with gpu((9, 0)), pytest.raises(NotImplementedError, match=r"3: .*release.*2: .*release"):
+            call()
+        with gpu((9, 0)), pytest.raises(ValueError, match=r"version 2 \(from the fa_version arg"):
+            call(fa_version=2)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cupyflash
+from cupyflash.runtime.errors import CaptureError
 from cupyflash.testing import expect_attention
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -163,3 +164,58 @@ def test_a_cache_without_a_table_has_a_row_a_request():
     args.update(k_cache=args["k_cache"][:1], v_cache=args["v_cache"][:1])
     with pytest.raises(ValueError, match="k_cache has 1 rows and q 2 requests"):
         cupyflash.flash_attn_with_kvcache(**args)
+
+
+# On every path of attention
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_append_then_attend_on_every_path(path, paged):
+    args = make((3, 9), 2, paged, dtype=np.float16)
+    right, k_cache, v_cache = expected(args, (args["k_cache"], args["v_cache"]), 2)
+    given = {n: path.array(a) if isinstance(a, np.ndarray) else a for n, a in args.items()}
+    out, lse = cupyflash.flash_attn_with_kvcache(**given, return_softmax_lse=True)
+    assert path.host(given["k_cache"]).tobytes() == k_cache.tobytes()
+    assert path.host(given["v_cache"]).tobytes() == v_cache.tobytes()
+    lse = path.host(lse).transpose(1, 0, 2).reshape(HEADS, 4)
+    right.check(path.host(out).reshape(4, HEADS, DIM), lse)
+
+
+def test_batches_of_one_length_on_every_path(path):
+    rng = np.random.default_rng(0)
+    q, k, v = (draw(rng, 2, n, h, DIM, dtype=np.float16) for n, h in ((3, 4), (7, 2), (7, 2)))
+    starts = [np.arange(3, dtype=np.int32) * n for n in (3, 7)]
+    out, lse = cupyflash.flash_attn_func(
+        *map(path.array, (q, k, v)), causal=True, return_softmax_lse=True
+    )
+    right = expect_attention(
+        q.reshape(6, HEADS, DIM), k.reshape(14, KV_HEADS, DIM), v.reshape(14, KV_HEADS, DIM),
+        cu_seqlens_q=starts[0], cu_seqlens_k=starts[1], causal=True,
+    )  # fmt: skip
+    lse = path.host(lse).transpose(1, 0, 2).reshape(HEADS, 6)
+    right.check(path.host(out).reshape(6, HEADS, DIM), lse)
+
+
+@pytest.mark.gpu
+def test_temporary_arrays_follow_the_stream_and_a_capture_is_refused():
+    import cupy as cp
+
+    def on_gpu():
+        args = make((3, 9), 2, paged=True, dtype=np.float16)
+        return {n: cp.asarray(a) if isinstance(a, np.ndarray) else a for n, a in args.items()}
+
+    right = cupyflash.flash_attn_with_kvcache(**on_gpu())
+    stream = cp.cuda.Stream(non_blocking=True)
+    for given in (stream, stream.ptr):
+        args = on_gpu()
+        cp.cuda.get_current_stream().synchronize()
+        out = cupyflash.flash_attn_with_kvcache(**args, stream=given)
+        stream.synchronize()
+        cp.testing.assert_array_equal(out, right)
+    with stream:
+        stream.begin_capture()
+        try:
+            with pytest.raises(CaptureError, match="call flash_attn_varlen_func with arrays"):
+                cupyflash.flash_attn_with_kvcache(**args, out=out)
+        finally:
+            stream.end_capture()

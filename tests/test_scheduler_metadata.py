@@ -10,7 +10,6 @@ import pytest
 from test_problem import paged
 
 import cupyflash
-from cupyflash.families import FAMILIES
 from cupyflash.scheduler_metadata import HEADER
 
 
@@ -120,11 +119,3 @@ def test_bad_bounds_are_refused(change, error, words):
 def test_other_things_are_no_schedule(what):
     with pytest.raises(TypeError, match="scheduler_metadata"):
         attend(what)
-
-
-@pytest.mark.skipif(2 in FAMILIES, reason="there are schedules on a GPU")
-def test_a_schedule_on_a_gpu_is_refused_where_no_kernel_is_built():
-    from test_fa_version import gpu
-
-    with gpu((9, 0)), pytest.raises(NotImplementedError, match="not in this release"):
-        schedule()

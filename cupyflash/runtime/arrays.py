@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ __all__ = [
     "array_module",
     "as_array",
     "merge_leading",
+    "on_stream",
     "place",
     "spec_of",
     "specs",
@@ -110,6 +112,30 @@ def array_module(array: Any) -> Any:
     import cupy
 
     return cupy
+
+
+def on_stream(array: Any, stream: Any, temporaries: str = "") -> AbstractContextManager[None]:
+    """Operations on arrays in the block join a call on this array and stream, if it is a GPU's.
+
+    Raises
+    ------
+    CaptureError
+        The stream is being captured, and the block makes arrays for itself: ``temporaries`` says
+        what for. They would be freed while the graph still uses them.
+    """
+    if isinstance(array, np.ndarray):
+        return nullcontext()
+    from .cupy_device import cupy_device
+    from .errors import CaptureError
+    from .launch import stream_handle
+
+    device, handle = cupy_device(array.data.device_id), stream_handle(stream)
+    if temporaries and device.is_capturing(handle):
+        raise CaptureError(
+            f"arrays for {temporaries} would be allocated",
+            "call flash_attn_varlen_func with arrays of your own",
+        )
+    return device.on_stream(handle)
 
 
 def place(names: Sequence[str], arrays: Sequence[Any]) -> tuple[Sequence[Any], bool]:

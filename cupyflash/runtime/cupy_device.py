@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -119,6 +120,12 @@ class CuPyDevice:
     def current_stream(self) -> int:
         with self._context:
             return int(self._cp.cuda.get_current_stream().ptr)
+
+    @contextmanager
+    def on_stream(self, stream: int | None) -> Iterator[None]:
+        """Array operations of the block run here, and on ``stream`` if it is given."""
+        with self._context, self._current(stream):
+            yield
 
     def _current(self, stream: int | None) -> AbstractContextManager[Any]:
         """Makes a raw handle the current stream, so that the memory pool orders by it."""

@@ -12,8 +12,12 @@ class CompileError(RuntimeError):
 class CaptureError(RuntimeError):
     """A stream is being captured, and the call would compile, load or allocate."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(
-            f"{what} while the stream is being captured; call cupyflash.warmup(...) with the "
-            "bounds of this call before the capture, and pass outputs as arguments"
-        )
+    def __init__(
+        self,
+        what: str,
+        remedy: str = (
+            "call cupyflash.warmup(...) with the bounds of this call before the capture, and pass "
+            "outputs as arguments"
+        ),
+    ) -> None:
+        super().__init__(f"{what} while the stream is being captured; {remedy}")
