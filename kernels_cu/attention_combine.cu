@@ -1,5 +1,5 @@
-// Merges the partial results of split keys, in the order of the keys, and the sink. A warp takes
-// one (token, head). Rows whose keys lie in one chunk are final already.
+// Merges the partial results of split keys, and the sink. A block takes one (token, head): its
+// warps add up every fourth part each. Rows whose keys lie in one chunk are final already.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
@@ -13,6 +13,10 @@ static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the
 namespace {
 
 constexpr u32 kAll = 0xffffffffu;
+constexpr int kWarps = kThreads / 32;
+constexpr int kMostParts = 128;  // the host splits no further
+constexpr int kRounds = kMostParts / 32;
+constexpr int kLargestDim = 256;
 
 // Chunks of the row block that a row is in.
 __device__ __forceinline__ int chunks_of(const AttentionParams &p, const Request &r, int token,
@@ -22,53 +26,74 @@ __device__ __forceinline__ int chunks_of(const AttentionParams &p, const Request
   return count_chunks(p, block_keys(p, r, begin, min(rows, begin + p.row_block)));
 }
 
-__device__ __forceinline__ void store_quad(const AttentionParams &p, char *to,
-                                           const float (&value)[4]) {
-  store_pair(p, to, value[0], value[1]);
-  store_pair(p, to + 4, value[2], value[3]);
-}
-
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
     const __grid_constant__ AttentionParams p) {
-  const int lane = threadIdx.x % 32;
-  const int row = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
-  const int token = row / p.heads_q, head = row - token * p.heads_q;
+  __shared__ float4 sums[kWarps][kLargestDim / 4];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int row = blockIdx.x, token = row / p.heads_q, head = row - token * p.heads_q;
   if (token >= p.cu_seqlens_q[p.batch]) return;
   const int request = find_last(p.batch, token, [&](int i) { return p.cu_seqlens_q[i]; });
   const Request r = load_request(p, request);
   const int chunks = chunks_of(p, r, token - r.q_begin, head);
   if (chunks <= 1) return;
 
-  const i64 slot_stride = static_cast<i64>(p.total_q) * p.heads_q;
-  float top = -infinity();
-  for (i64 slot = lane; slot < chunks; slot += 32) {
-    top = fmaxf(top, p.partial_lse[slot * slot_stride + row]);
+  // Every warp has the weights of all parts: lane l those of parts l, l + 32, ...
+  const i64 part_stride = static_cast<i64>(p.total_q) * p.heads_q;
+  float weight[kRounds], top = -infinity();
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) {
+    const int part = i * 32 + lane;
+    weight[i] = part < chunks ? p.partial_lse[part * part_stride + row] : -infinity();
+    top = fmaxf(top, weight[i]);
   }
 #pragma unroll
   for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
   const float sink = p.sink ? load_sink(p, head) : -infinity();
   StateSum state(fmaxf(top, sink));
-  for (int base = 0; base < chunks; base += 32) {
-    const int slot = base + lane;
-    const float lse = slot < chunks ? p.partial_lse[slot * slot_stride + row] : -infinity();
-    for (int i = 0; i < min(32, chunks - base); ++i) state.add(__shfl_sync(kAll, lse, i));
-  }
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) weight[i] = state.add(weight[i]);
+#pragma unroll
+  for (int mask = 16; mask; mask /= 2) state.sum += __shfl_xor_sync(kAll, state.sum, mask);
   if (p.sink) state.add(sink);
+#pragma unroll
+  for (int i = 0; i < kRounds; ++i) weight[i] = state.weight(weight[i]);
 
-  for (int column = lane * 4; column < p.head_dim_v; column += 128) {
+#pragma unroll
+  for (int half = 0; half < kLargestDim / 128; ++half) {
+    const int column = half * 128 + lane * 4;
     float acc[4] = {};
-#pragma unroll 4
-    for (i64 slot = 0; slot < chunks; ++slot) {
-      const i64 at = slot * slot_stride + row;
-      const float weight = state.weight(expf(p.partial_lse[at] - state.shift));
-      const float4 v =
-          *reinterpret_cast<const float4 *>(p.partial_out + at * p.head_dim_v + column);
-      const float value[4] = {v.x, v.y, v.z, v.w};
-      add_weighted(acc, weight, value);
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i * 32 >= chunks) break;
+#pragma unroll
+      for (int j = 0; j < 32 / kWarps; ++j) {
+        const int part = i * 32 + j * kWarps + warp;
+        const float w = __shfl_sync(kAll, weight[i], j * kWarps + warp);
+        float4 v = {};
+        if (part < chunks && column < p.head_dim_v) {
+          v = *reinterpret_cast<const float4 *>(
+              p.partial_out + (part * part_stride + row) * p.head_dim_v + column);
+        }
+        const float value[4] = {v.x, v.y, v.z, v.w};
+        add_weighted(acc, w, value);
+      }
     }
-    store_quad(p, p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, acc);
+    if (half * 128 < p.head_dim_v) {
+      sums[warp][half * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    }
   }
-  if (lane == 0) store_lse(p, token, head, state.lse());
+  __syncthreads();
+  const int column = threadIdx.x * 2;
+  if (column < p.head_dim_v) {
+    float a = 0.f, b = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float *pair = reinterpret_cast<const float *>(sums[w]) + column;
+      a += pair[0], b += pair[1];
+    }
+    store_pair(p, p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, a, b);
+  }
+  if (threadIdx.x == 0) store_lse(p, token, head, state.lse());
 }

@@ -7,13 +7,17 @@
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 
-extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(kThreads, AttentionVariant::kBlocks) KERNEL_NAME(
     const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) char smem[];
   using Kernel = Forward<AttentionVariant>;
   // The last blocks of a causal request see the most keys: they start first.
   const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
-  Segment segment;
-  if (!find_segment<Kernel::kRows>(p, block, blockIdx.z, segment)) return;
+  Segment found;
+  if (!find_segment<Kernel::kRows>(p, block, blockIdx.z, found)) return;
+  // Read where it is needed: registers are for fragments.
+  __shared__ Segment segment;
+  if (threadIdx.x == 0) segment = found;
+  __syncthreads();
   Kernel(p, segment, blockIdx.y, smem).run();
 }

@@ -34,7 +34,12 @@ def random_batch(q_lens, kv_lens, heads=1, kv_heads=1, dim=64, dtype=np.float32,
 
 
 def arguments(path, q, k, v, q_lens, kv_lens, page_size=None, seed=0, **options) -> dict[str, Any]:
-    """Arguments of a call; with ``page_size``, k and v go to shuffled pages among poisoned ones."""
+    """Arguments of a call; with ``page_size``, k and v go to shuffled pages among poisoned ones.
+
+    float32 is for NumPy alone: elsewhere it becomes float16.
+    """
+    if path.name != "numpy":
+        q, k, v = (a.astype(np.float16) if a.dtype == np.float32 else a for a in (q, k, v))
     args = {
         "q": path.array(q),
         "max_seqlen_q": max(q_lens, default=0),
@@ -50,6 +55,11 @@ def arguments(path, q, k, v, q_lens, kv_lens, page_size=None, seed=0, **options)
     for name, option in options.items():
         args[name] = path.array(option) if isinstance(option, np.ndarray) else option
     return args
+
+
+def rounding(path):
+    """What storing a result may cost relatively: float32 on NumPy, else float16."""
+    return 1e-6 if path.name == "numpy" else 2.0**-11
 
 
 def paged(operands, kv_lens, page_size, seed=0, spare=2):

@@ -51,9 +51,9 @@ NEVER_SPLIT = 1 << 30
 """A chunk of keys that no request reaches the end of."""
 
 _THREADS = 128
-_SMALLEST_CHUNK = 256
+_SMALLEST_CHUNK = 128
 _LARGEST_WORKSPACE = 1 << 28
-_MOST_SPLITS = 128
+_MOST_SPLITS = 128  # as the combine kernel has it
 _WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
 _BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
@@ -110,9 +110,9 @@ class _Tile:
 
     @property
     def smem_bytes(self) -> int:
-        """As mainloop/fwd_sm80.cuh lays it out: queries, two stages, their rows, factors."""
+        """As mainloop/fwd_sm80.cuh lays it out: queries, two stages, their rows, row infos."""
         stage = self.keys * (self.head_dim + self.head_dim_v) * 2
-        return self.rows * (self.head_dim * 2 + 4) + 2 * (stage + self.keys * 16)
+        return self.rows * (self.head_dim * 2 + 12) + 2 * (stage + self.keys * 16)
 
     def variant(self, arch: str, score_mod: bool) -> Variant:
         shape = f"d{self.head_dim}" + (
@@ -139,11 +139,13 @@ class _Tile:
         )
 
 
-def _shapes(cache: ScalarType, head_dim: int) -> tuple[tuple[int, int], ...]:
-    """(row tiles a warp, warps that split keys) that there are."""
+def _shapes(cache: ScalarType, head_dim: int, score_mod: bool) -> tuple[tuple[int, int], ...]:
+    """(row tiles a warp, warps that split keys) that there are: as far as registers reach."""
     if head_dim > 128:
         return ((1, 1),)
-    return ((1, 4), (1, 1)) if cache.is_fp8 else ((1, 4), (1, 1), (2, 1))
+    if cache.is_fp8 or (head_dim == 128 and score_mod):
+        return ((1, 4), (1, 1))
+    return ((1, 4), (1, 1), (2, 1))
 
 
 def _combine_variant(arch: str) -> Variant:
@@ -159,9 +161,9 @@ def attention_variants(arch: str) -> Iterator[Variant]:
     """All that the portable family can ask for."""
     for compute, cache in _CACHES:
         for head_dim, head_dim_v in _BUCKETS:
-            for row_tiles, key_warps in _shapes(cache, head_dim):
-                tile = _Tile(compute, cache, head_dim, head_dim_v, row_tiles, key_warps)
-                for score_mod in (False, True):
+            for score_mod in (False, True):
+                for shape in _shapes(cache, head_dim, score_mod):
+                    tile = _Tile(compute, cache, head_dim, head_dim_v, *shape)
                     yield tile.variant(arch, score_mod)
     yield _combine_variant(arch)
 
@@ -186,9 +188,7 @@ def make_attention_plan(
     rows = problem.total_q * problem.num_heads_q
     combine = None
     if splits > 1:
-        combine = Plan(
-            _combine_variant(arch), (-(-rows // (_THREADS // 32)), 1, 1), (_THREADS, 1, 1)
-        )
+        combine = Plan(_combine_variant(arch), (rows, 1, 1), (_THREADS, 1, 1))
     return AttentionPlan(
         forward,
         combine,
@@ -225,7 +225,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     """Of any call within the bounds: planned splits end where the device is full many times."""
     if problem.batch_invariant or problem.num_splits == 1:
         return 0
-    most = problem.num_splits or _MOST_SPLITS
+    most = min(problem.num_splits or _MOST_SPLITS, _MOST_SPLITS)
     rows = problem.total_q * problem.num_heads_q * most
     if not problem.num_splits:
         full = (tile.rows * _resident(tile, info) for tile in _tiles(problem).values())
@@ -251,7 +251,7 @@ def _tiles(problem: AttentionProblem) -> dict[tuple[int, int], _Tile]:
     compute = FP16 if cache.is_fp8 else cache
     return {
         shape: _Tile(compute, cache, head_dim, head_dim_v, *shape)
-        for shape in _shapes(cache, head_dim)
+        for shape in _shapes(cache, head_dim, _score_mod(problem))
     }
 
 
@@ -307,7 +307,7 @@ def _choose_splits(
         return NEVER_SPLIT, 1
     if wanted == 0:
         wanted = _planned_splits(info, tile, items, visible)
-    for count in range(min(wanted, 65535, -(-visible // tile.keys)), 1, -1):
+    for count in range(min(wanted, _MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
         chunk = -(-visible // count // tile.keys) * tile.keys
         splits = _chunks(problem, visible, chunk)
         if splits <= wanted and _partial_bytes(problem, splits) <= workspace_limit:

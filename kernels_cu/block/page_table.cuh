@@ -16,17 +16,21 @@ struct KeyRow {
   i64 k, v;
 };
 
-// kNoRow outside of the segment's keys: such rows are never read, nor are their table entries.
-__device__ __forceinline__ KeyRow locate_key(const AttentionParams &p, const Segment &s, int key) {
-  if (key < s.kv_begin || key >= s.kv_end) return {kNoRow, kNoRow};
-  if (!p.block_table) {
-    const i64 row = static_cast<i64>(s.request.kv_begin) + key;
-    return {row * p.k_token_stride, row * p.v_token_stride};
-  }
+// The cache block of a key; 0 for packed keys. Keys outside of the segment have none: neither their
+// table entries nor their rows are ever read.
+__device__ __forceinline__ int find_block(const AttentionParams &p, const Segment &s, int key) {
+  if (!p.block_table || key < s.kv_begin || key >= s.kv_end) return 0;
   const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
-  const i64 slot = key - column * p.page_size;
-  const i64 block = reinterpret_cast<const i32 *>(
-      p.block_table + s.request.index * p.table_row_stride)[column];
+  return reinterpret_cast<const i32 *>(p.block_table +
+                                       s.request.index * p.table_row_stride)[column];
+}
+
+// Where a key's rows are, given its block; kNoRow outside of the segment.
+__device__ __forceinline__ KeyRow locate_key(const AttentionParams &p, const Segment &s, int key,
+                                             int block) {
+  if (key < s.kv_begin || key >= s.kv_end) return {kNoRow, kNoRow};
+  const i64 slot = p.block_table ? static_cast<u32>(key) % static_cast<u32>(p.page_size)
+                                 : static_cast<i64>(s.request.kv_begin) + key;
   return {block * p.k_block_stride + slot * p.k_token_stride,
           block * p.v_block_stride + slot * p.v_token_stride};
 }

@@ -1,7 +1,7 @@
 // The rows of a segment's queries, gathered from (token, head) into a tile.
 #pragma once
 
-#include "block/segment.cuh"
+#include "block/softmax.cuh"
 #include "block/tile.cuh"
 #include "core/memory.cuh"
 
@@ -54,25 +54,27 @@ __device__ __forceinline__ float power_of_two(int exponent) {
 }
 
 // Fills kRows x kDim. bf16 rows that are computed with in fp16 are narrowed by a power of two a
-// row; `factor` [kRows] says what their scores are to be multiplied by. `negate` is for a negative
+// row, which `info` [kRows] says. `negate` is for a negative
 // scale: softmax then works with its absolute value, so that the largest score stays the largest.
 template <ScalarType kCompute, bool kNarrow, int kDim, int kRows>
 __device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_head, bool negate,
-                             char *tile, float *factor) {
+                             char *tile, RowInfo *info) {
   constexpr int kChunks = kDim / 8;
   constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // that share a row
   const int chunk = threadIdx.x % kLanes;
 #pragma unroll 1
   for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
     float value[8] = {};
-    if (chunk < kChunks && s.row_begin + row < s.row_end) {
-      const int token = (s.row_begin + row) / p.group;
-      const int head = kv_head * p.group + (s.row_begin + row) - token * p.group;
+    const int token = (s.row_begin + row) / p.group;
+    const int head = kv_head * p.group + (s.row_begin + row) - token * p.group;
+    const bool inside = s.row_begin + row < s.row_end;
+    if (chunk < kChunks && inside) {
       load_query_chunk(p,
                        p.q + (static_cast<i64>(s.request.q_begin) + token) * p.q_token_stride +
                            head * p.q_head_stride,
                        chunk, value);
     }
+    int exponent = 0;
     if constexpr (kNarrow) {
       float largest = 0.f;
 #pragma unroll
@@ -81,10 +83,17 @@ __device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_
       for (int mask = kLanes / 2; mask; mask /= 2) {
         largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, mask));
       }
-      const int exponent = p.q_type == kBf16 ? narrowing_exponent(largest) : 0;
+      if (p.q_type == kBf16) exponent = narrowing_exponent(largest);
 #pragma unroll
       for (int i = 0; i < 8; ++i) value[i] *= power_of_two(-exponent);
-      if (chunk == 0) factor[row] = power_of_two(exponent);
+    }
+    if (chunk == 0) {
+      const float slope =
+          p.alibi_slopes && inside
+              ? load_float(p.alibi_slopes, s.request.index * p.alibi_batch_stride +
+                                               head * p.alibi_head_stride)
+              : 0.f;
+      info[row] = {token + s.request.kv_len - s.request.q_len, slope, power_of_two(exponent)};
     }
     if (chunk < kChunks) {
       u32 word[4];

@@ -21,6 +21,7 @@ struct Segment {
   Request request;
   int row_begin, row_end;  // of the request's q_len * group
   int kv_begin, kv_end;
+  int free_begin, free_end;  // keys that no row masks
   int slot;  // of the partial result; -1: the result itself
 };
 
@@ -96,6 +97,12 @@ __device__ __forceinline__ bool find_segment(const AttentionParams &p, int index
   const i64 begin = static_cast<i64>(keys.begin / p.chunk + split) * p.chunk;
   segment.kv_begin = static_cast<int>(max(begin, static_cast<i64>(keys.begin)));
   segment.kv_end = static_cast<int>(min(begin + p.chunk, static_cast<i64>(keys.end)));
+  const int shift = segment.request.kv_len - segment.request.q_len;
+  const int first = segment.row_begin / p.group + shift;
+  const int last = (segment.row_end - 1) / p.group + shift;
+  segment.free_begin = p.window_left < 0 ? 0 : last - p.window_left;
+  segment.free_end = p.window_right < 0 ? segment.kv_end
+                                        : min(segment.kv_end, first + p.window_right + 1);
   segment.slot = chunks > 1 ? split : -1;
   return true;
 }

@@ -7,12 +7,24 @@
 #include "block/segment.cuh"
 #include "core/memory.cuh"
 
-template <int kRowTiles>
+// What a row brings along. It lies in shared memory: most tiles need none of it.
+struct RowInfo {
+  int position;  // in the sequence of keys
+  float slope;   // of ALiBi; 0 without
+  float factor;  // that its queries were divided by
+};
+
+template <bool kNarrow>
 struct Rows {
-  int position[kRowTiles][2];  // in the sequence of keys
-  float slope[kRowTiles][2];   // of ALiBi; 0 without
-  float scale[kRowTiles][2];   // of scores as the products give them: to base 2, or to natural
-                               // units where a modification comes in between
+  const RowInfo *first;  // this lane's row (0, 0)
+  float common;          // scale of the scores of all rows
+
+  __device__ __forceinline__ const RowInfo &at(int i, int h) const { return first[i * 16 + h * 8]; }
+
+  // Never 0, as it meets -inf. Scores are below 1e14, so 1e-30 is 0 all the same.
+  __device__ __forceinline__ float scale(int i, int h) const {
+    return fmaxf(kNarrow ? common * at(i, h).factor : common, 1e-30f);
+  }
 };
 
 template <int kRowTiles>
@@ -58,38 +70,42 @@ __device__ __forceinline__ float score_scale(const AttentionParams &p, int reque
 }
 
 // Scale, soft cap, ALiBi, in this order; the result is to base 2.
-template <int kRowTiles, int kTiles>
+template <bool kNarrow, int kRowTiles, int kTiles>
 __device__ __forceinline__ void modify_scores(const AttentionParams &p,
-                                              const Rows<kRowTiles> &rows, int first_column,
+                                              const Rows<kNarrow> &rows, int first_column,
                                               float (&score)[kRowTiles][kTiles][4]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
+    for (int h = 0; h < 2; ++h) {
+      const float scale = rows.scale(i, h), slope = rows.at(i, h).slope;
+      const int position = rows.at(i, h).position;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int h = e / 2, column = first_column + n * 8 + e % 2;
-        float x = score[i][n][e] * rows.scale[i][h];
-        if (p.softcap > 0.f) x = p.softcap * tanhf(x / p.softcap);
-        x -= rows.slope[i][h] * fabsf(static_cast<float>(rows.position[i][h] - column));
-        score[i][n][e] = x * kLog2e;
+      for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float x = score[i][n][2 * h + e] * scale;
+          if (p.softcap > 0.f) x = p.softcap * tanhf(x / p.softcap);
+          x -= slope * fabsf(static_cast<float>(position - (first_column + n * 8 + e)));
+          score[i][n][2 * h + e] = x * kLog2e;
+        }
       }
     }
   }
 }
 
-template <int kRowTiles, int kTiles>
-__device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows<kRowTiles> &rows,
+template <bool kNarrow, int kRowTiles, int kTiles>
+__device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows<kNarrow> &rows,
                                             int kv_end, int first_column,
                                             float (&score)[kRowTiles][kTiles][4]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int low = p.window_left < 0 ? 0 : rows.position[i][h] - p.window_left;
-      const int high = p.window_right < 0
-                           ? kv_end
-                           : min(kv_end, rows.position[i][h] + p.window_right + 1);
+      const int position = rows.at(i, h).position;
+      const int low = p.window_left < 0 ? 0 : position - p.window_left;
+      const int high =
+          p.window_right < 0 ? kv_end : min(kv_end, position + p.window_right + 1);
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -102,12 +118,14 @@ __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows
   }
 }
 
-// Scores become weights; `rescale` is what earlier sums are to be multiplied by.
-template <bool kScaled, int kRowTiles, int kTiles, class Exp2>
-__device__ __forceinline__ void fold_scores(const Rows<kRowTiles> &rows,
+// Scores become weights; `rescale` is what earlier sums are to be multiplied by. Returns whether
+// that is 1 for every row of this lane.
+template <bool kScaled, bool kNarrow, int kRowTiles, int kTiles, class Exp2>
+__device__ __forceinline__ bool fold_scores(const Rows<kNarrow> &rows,
                                             float (&score)[kRowTiles][kTiles][4],
                                             Softmax<kRowTiles> &state,
                                             float (&rescale)[kRowTiles][2], Exp2 exp2) {
+  bool same = true;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -118,9 +136,11 @@ __device__ __forceinline__ void fold_scores(const Rows<kRowTiles> &rows,
         top = fmaxf(top, fmaxf(score[i][n][2 * h], score[i][n][2 * h + 1]));
       }
       top = quad_max(top);
-      const float scale = kScaled ? 1.f : rows.scale[i][h];
-      const float shift = top == -infinity() ? 0.f : top * scale;
-      rescale[i][h] = exp2(fmaf(state.top[i][h], scale, -shift));
+      const float scale = kScaled ? 1.f : rows.scale(i, h);
+      // Rounded products, not fused ones: an unchanged top must give a rescale of exactly 1.
+      const float shift = top == -infinity() ? 0.f : __fmul_rn(top, scale);
+      rescale[i][h] = exp2(__fmul_rn(state.top[i][h], scale) - shift);
+      same &= top == state.top[i][h];
       state.top[i][h] = top;
       float sum = state.sum[i][h] * rescale[i][h];
 #pragma unroll
@@ -134,4 +154,5 @@ __device__ __forceinline__ void fold_scores(const Rows<kRowTiles> &rows,
       state.sum[i][h] = sum;
     }
   }
+  return same;
 }

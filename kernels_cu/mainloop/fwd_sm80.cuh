@@ -22,8 +22,8 @@ struct Forward {
   static constexpr int kKeyBytes = kKeys * kD * 2, kValueBytes = kKeys * kDv * 2;
   static constexpr int kKeysAt = kQueryBytes, kValuesAt = kKeysAt + 2 * kKeyBytes;
   static constexpr int kRowsAt = kValuesAt + 2 * kValueBytes;
-  static constexpr int kFactorsAt = kRowsAt + 2 * static_cast<int>(sizeof(KeyRows<kKeys>));
-  static constexpr int kBytes = kFactorsAt + kRows * 4;
+  static constexpr int kInfoAt = kRowsAt + 2 * static_cast<int>(sizeof(KeyRows<kKeys>));
+  static constexpr int kBytes = kInfoAt + kRows * static_cast<int>(sizeof(RowInfo));
   static_assert(kWarpKeys % 16 == 0, "a warp's keys are whole steps of a product");
   static_assert(kKeyWarps == 1 || (kRowTiles == 1 && kOutTiles % kKeyWarps == 0), "");
   static_assert(kBytes == V::kSharedBytes, "the host asks for another amount of shared memory");
@@ -42,6 +42,14 @@ struct Forward {
   };
 
   using Accumulator = float[kRowTiles][kOutTiles][4];
+
+  // Fragments of the queries, where registers allow; else they are read again for every tile.
+  static constexpr bool kHoldQueries = kD <= 64 && kRowTiles == 1;
+  // 8-bit rows wait in registers for their turn only where there are some left.
+  static constexpr bool kLate = kD > 128;
+  struct Queries {
+    u32 word[kHoldQueries ? kD / 16 : 1][kRowTiles][4];
+  };
 
   const AttentionParams &p;
   const Segment &s;
@@ -67,16 +75,17 @@ struct Forward {
     return reinterpret_cast<KeyRows<kKeys> *>(smem + kRowsAt) + stage;
   }
 
-  __device__ __forceinline__ void write_rows(int stage, KeyRow row) const {
+  // A thread looks after one key of each tile: its block is read early, its rows written late.
+  __device__ __forceinline__ int block_of(int tile) const {
+    return threadIdx.x < kKeys ? find_block(p, s, tile * kKeys + threadIdx.x) : 0;
+  }
+
+  __device__ __forceinline__ void write_rows(int stage, int tile, int block) const {
     if (threadIdx.x < kKeys) {
+      const KeyRow row = locate_key(p, s, tile * kKeys + threadIdx.x, block);
       key_rows(stage)->k[threadIdx.x] = row.k;
       key_rows(stage)->v[threadIdx.x] = row.v;
     }
-  }
-
-  __device__ __forceinline__ KeyRow locate(int tile) const {
-    return threadIdx.x < kKeys ? locate_key(p, s, tile * kKeys + threadIdx.x)
-                               : KeyRow{kNoRow, kNoRow};
   }
 
   // 16-bit rows to a tile; what lies outside of the segment or the head is zero.
@@ -84,7 +93,7 @@ struct Forward {
   __device__ __forceinline__ void copy_tile(const Side &side, const i64 *row_offset,
                                             char *tile) const {
     constexpr int kChunks = kDim / 8;
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
       const int index = threadIdx.x + i * kThreads, row = index / kChunks, chunk = index % kChunks;
       const i64 offset = row_offset[row];
@@ -155,10 +164,27 @@ struct Forward {
     return smem + kValuesAt + stage * kValueBytes;
   }
 
+  __device__ __forceinline__ void load_query(int step, u32 (&a)[kRowTiles][4]) const {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const int row = first_row + i * 16 + lane % 16;
+      ldmatrix4(a[i], shared_address(smem) + tile_offset<kD>(row, step * 2 + lane / 16));
+    }
+  }
+
+  __device__ __forceinline__ Queries hold_queries() const {
+    Queries queries = {};
+    if constexpr (kHoldQueries) {
+#pragma unroll
+      for (int step = 0; step < kD / 16; ++step) load_query(step, queries.word[step]);
+    }
+    return queries;
+  }
+
   // scores = queries * keys^T
-  __device__ __forceinline__ void score(int stage,
+  __device__ __forceinline__ void score(int stage, const Queries &queries,
                                         float (&out)[kRowTiles][kScoreTiles][4]) const {
-    const u32 q = shared_address(smem), k = shared_address(key_tile(stage));
+    const u32 k = shared_address(key_tile(stage));
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -170,10 +196,14 @@ struct Forward {
 #pragma unroll
     for (int step = 0; step < kD / 16; ++step) {
       u32 a[kRowTiles][4];
+      if constexpr (kHoldQueries) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-        const int row = first_row + i * 16 + lane % 16;
-        ldmatrix4(a[i], q + tile_offset<kD>(row, step * 2 + lane / 16));
+        for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) a[i][e] = queries.word[step][i][e];
+        }
+      } else {
+        load_query(step, a);
       }
 #pragma unroll
       for (int n = 0; n < kScoreTiles / 2; ++n) {
@@ -219,59 +249,38 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ Rows<kRowTiles> describe_rows() const {
-    Rows<kRowTiles> rows;
-    const float *factor = reinterpret_cast<const float *>(smem + kFactorsAt);
-    const int request = s.request.index;
-    const float scale = fabsf(signed_scale) * (V::kScoreMod ? 1.f : kLog2e);
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int in_tile = first_row + i * 16 + h * 8 + lane / 4;
-        const int row = s.row_begin + in_tile, token = row / p.group;
-        rows.position[i][h] = token + s.request.kv_len - s.request.q_len;
-        // Not 0: it meets -inf. Scores are below 1e14, so this is 0 all the same.
-        rows.scale[i][h] = fmaxf(V::kWiden ? scale * factor[in_tile] : scale, 1e-30f);
-        rows.slope[i][h] = 0.f;
-        if (V::kScoreMod && p.alibi_slopes) {
-          const int head = kv_head * p.group + row - token * p.group;
-          rows.slope[i][h] = load_float(
-              p.alibi_slopes, request * p.alibi_batch_stride + head * p.alibi_head_stride);
-        }
-      }
-    }
-    return rows;
+  __device__ __forceinline__ RowInfo *row_info() const {
+    return reinterpret_cast<RowInfo *>(smem + kInfoAt);
   }
 
   // Whether some row sees only a part of a tile.
   __device__ __forceinline__ bool is_edge(int first_column) const {
-    const int shift = s.request.kv_len - s.request.q_len;
-    const int first = s.row_begin / p.group + shift, last = (s.row_end - 1) / p.group + shift;
-    return first_column + kKeys > s.kv_end ||
-           (p.window_right >= 0 && first_column + kKeys - 1 > first + p.window_right) ||
-           (p.window_left >= 0 && first_column < last - p.window_left);
+    return first_column < s.free_begin || first_column + kKeys > s.free_end;
   }
 
   __device__ __forceinline__ void run() {
     Accumulator acc = {};
     Softmax<kRowTiles> state;
     state.clear();
-    Rows<kRowTiles> rows = {};
+    const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4,
+                                  fabsf(signed_scale) * (V::kScoreMod ? 1.f : kLog2e)};
     const int begin = s.kv_begin / kKeys, end = (s.kv_end + kKeys - 1) / kKeys;
     if (s.kv_begin < s.kv_end) {
-      load_queries<V::kCompute, V::kWiden, kD, kRows>(
-          p, s, kv_head, signed_scale < 0.f, smem, reinterpret_cast<float *>(smem + kFactorsAt));
-      write_rows(0, locate(begin));
-      write_rows(1, locate(begin + 1));
+      const int first_block = block_of(begin), second_block = block_of(begin + 1);
+      write_rows(0, begin, first_block);
+      write_rows(1, begin + 1, second_block);
       __syncthreads();
       load_first();
-      rows = describe_rows();
-      cp_async_wait<1>();
+      load_queries<V::kCompute, V::kWiden, kD, kRows>(
+          p, s, kv_head, signed_scale < 0.f, smem, row_info());
+      cp_async_wait<0>();
       __syncthreads();
+      const Queries queries = hold_queries();
       const bool idle = s.row_begin + first_row >= s.row_end;
+      int stage = 0;
       for (int tile = begin; tile < end; ++tile) {
-        step(tile, (tile - begin) & 1, tile + 1 < end, idle, rows, state, acc);
+        step(tile, stage, tile + 1 < end, idle, queries, rows, state, acc);
+        stage ^= 1;
       }
     }
     finish(rows, state, acc);
@@ -291,28 +300,29 @@ struct Forward {
     }
   }
 
+  // One key tile, in stage `stage`; the next one is on its way to the other stage meanwhile, whose
+  // last reader passed the barrier at the end of the step before.
   __device__ __forceinline__ void step(int tile, int stage, bool more, bool idle,
-                                       const Rows<kRowTiles> &rows, Softmax<kRowTiles> &state,
-                                       Accumulator &acc) const {
+                                       const Queries &queries, const Rows<V::kWiden> &rows,
+                                       Softmax<kRowTiles> &state, Accumulator &acc) const {
     const int next = stage ^ 1;
     Fetched<V::kWiden ? kD : 64> next_keys;
     Fetched<V::kWiden ? kDv : 64> next_values;
     if (more) {
       if constexpr (V::kWiden) {
-        fetch_tile(keys, key_rows(next)->k, next_keys);
-        fetch_tile(values, key_rows(next)->v, next_values);
+        if constexpr (!kLate) fetch_tile(keys, key_rows(next)->k, next_keys);
       } else {
         copy_tile<kD>(keys, key_rows(next)->k, key_tile(next));
         copy_tile<kDv>(values, key_rows(next)->v, value_tile(next));
       }
     }
-    const KeyRow after_next = locate(tile + 2);
+    const int later_block = block_of(tile + 2);
     float scores[kRowTiles][kScoreTiles][4];
-    if (!idle) score(stage, scores);
-    if constexpr (V::kWiden) {
+    if (!idle) score(stage, queries, scores);
+    if constexpr (V::kWiden && !kLate) {
       if (more) {
         widen_tile(next_keys, key_tile(next));
-        widen_tile(next_values, value_tile(next));
+        fetch_tile(values, key_rows(next)->v, next_values);
       }
     }
     if (!idle) {
@@ -320,34 +330,37 @@ struct Forward {
       if constexpr (V::kScoreMod) modify_scores(p, rows, column, scores);
       if (is_edge(tile * kKeys)) mask_scores(p, rows, s.kv_end, column, scores);
       float rescale[kRowTiles][2];
-      fold_scores<V::kScoreMod>(rows, scores, state, rescale,
-                                [](float x) { return exp2_approx(x); });
+      const bool same = fold_scores<V::kScoreMod>(rows, scores, state, rescale,
+                                                  [](float x) { return exp2_approx(x); });
+      if (__any_sync(0xffffffffu, !same)) {
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
+        for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-        for (int n = 0; n < kOutTiles; ++n) {
+          for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-          for (int e = 0; e < 4; ++e) acc[i][n][e] *= rescale[i][e / 2];
+            for (int e = 0; e < 4; ++e) acc[i][n][e] *= rescale[i][e / 2];
+          }
         }
       }
+      accumulate(stage, scores, acc);
     }
-    if constexpr (!V::kWiden) {
+    if constexpr (V::kWiden) {
       if (more) {
-        cp_async_wait<2>();
-      } else {
-        cp_async_wait<0>();
+        if constexpr (kLate) {
+          fetch_tile(keys, key_rows(next)->k, next_keys);
+          widen_tile(next_keys, key_tile(next));
+          fetch_tile(values, key_rows(next)->v, next_values);
+        }
+        widen_tile(next_values, value_tile(next));
       }
+    } else {
+      cp_async_wait<0>();
     }
-    __syncthreads();
-    write_rows(stage, after_next);
-    if (!idle) accumulate(stage, scores, acc);
-    if constexpr (!V::kWiden) {
-      if (more) cp_async_wait<1>();
-    }
+    write_rows(stage, tile + 2, later_block);
     __syncthreads();
   }
 
-  __device__ __forceinline__ void finish(const Rows<kRowTiles> &rows, Softmax<kRowTiles> &state,
+  __device__ __forceinline__ void finish(const Rows<V::kWiden> &rows, Softmax<kRowTiles> &state,
                                          Accumulator &acc) {
     const float v_scale = value_scale(p, s.request.index, kv_head);
     RowResult result[kRowTiles][2];
@@ -359,7 +372,7 @@ struct Forward {
         state.sum[i][h] = quad_sum(state.sum[i][h]);
         shift[i][h] = state.top[i][h] == -infinity()
                           ? -infinity()
-                          : state.top[i][h] * (V::kScoreMod ? 1.f : rows.scale[i][h]);
+                          : state.top[i][h] * (V::kScoreMod ? 1.f : rows.scale(i, h));
       }
     }
     if constexpr (kKeyWarps == 1) {
