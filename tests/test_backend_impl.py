@@ -12,6 +12,7 @@ from steps import Case, Made, cases, lengths
 
 from cupyflash.backend import AttentionType
 from cupyflash.backends import CrossAttentionBuilder, EncoderOnlyAttentionBuilder
+from cupyflash.backends.cross_attention import encoder_slot_mapping
 from cupyflash.testing import DTYPES, expect_attention, merge_baseline
 
 
@@ -155,6 +156,37 @@ def test_cross_attention_writes_new_requests_and_reads_all(step_path, case, enco
     args = {**made.arguments(), "causal": False}
     args.update({n: queries.arguments()[n] for n in ("q", "cu_seqlens_q")})
     expect_attention(**args, out_dtype=made.case.dtype).check(queries.live())
+
+
+def test_encoder_tokens_of_new_requests_have_slots(step_path):
+    """A request that decodes already has none, nor has one that this step does not run."""
+    made = Made(step_path, Case(((1, 7), (2, 0), (0, 0), (1, 0)), pad_reqs=1))
+    lens = np.array([9, 17, 5, 2, 0], np.int32)
+    table = np.array([[1, 9], [2, 3], [4, 9], [5, 9], [0, 0]], np.int32)
+    common = replace(
+        made.common,
+        block_table_tensor=step_path.array(table),
+        encoder_seq_lens=step_path.array(lens),
+        encoder_seq_lens_cpu=lens,
+    )
+    slots = step_path.host(encoder_slot_mapping(common, 16))
+    assert slots.tolist() == [*range(32, 48), 48, 80, 81]
+    assert slots.dtype == np.int64
+
+
+@pytest.mark.parametrize("missing", ["encoder_seq_lens", "capture", "update"])
+def test_what_cross_attention_cannot_do(step_path, missing):
+    made = Made(step_path, Case(((1, 0),)), CrossAttentionBuilder)
+    if missing == "encoder_seq_lens":
+        with pytest.raises(ValueError, match="encoder_seq_lens is None"):
+            made.builder.build(0, made.common)
+    elif missing == "capture":
+        with pytest.raises(NotImplementedError, match="cannot be captured"):
+            made.builder.build_for_cudagraph_capture(made.common)
+    else:
+        assert not made.builder.supports_update_block_table
+        with pytest.raises(NotImplementedError, match="call build"):
+            made.builder.update_block_table(None, None, None)
 
 
 def old_slots(made, new):

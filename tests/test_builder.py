@@ -100,6 +100,7 @@ def test_a_schedule_is_made_for_the_call(step_path, window, causal, sides):
         (GRAPHS, False, 32),
         ({**GRAPHS, "max_num_splits_for_cuda_graph": 8}, False, 8),
         (GRAPHS, True, 0),  # no schedule to fix
+        ({**GRAPHS, "max_cudagraph_capture_size": 3}, False, 32),
         ({**GRAPHS, "max_cudagraph_capture_size": 2}, False, 0),  # never captured
         ({**GRAPHS, "full_cuda_graphs": False}, False, 0),
         ({**GRAPHS, "batch_invariant": True}, False, 1),
@@ -208,10 +209,27 @@ def test_capturing_what_was_not_announced_is_refused(step_path, config):
         made.builder.build_for_cudagraph_capture(made.common)
 
 
+def test_a_short_step_leaves_room_for_a_long_one(step_path):
+    buffers = GraphBuffers(4)
+    short = buffers.rows("a", step_path.array([1, 2], np.int32))
+    long = buffers.rows("a", step_path.array([7, 8, 9, 10, 11], np.int32))
+    assert address(step_path, short) == address(step_path, long)
+
+
+def test_more_requests_than_a_graph_was_captured_for_are_refused(step_path):
+    config = {**GRAPHS, "dcp_world_size": 2}  # its lengths lie in an array of the builder
+    made = step(step_path, **config)
+    made.builder.build_for_cudagraph_capture(made.common)
+    many = step(step_path, DECODE.replace(pad_reqs=70), **config)
+    with pytest.raises(ValueError, match=r"dcp_context_kv_lens needs 73 entries"):
+        made.builder.build(0, many.common)
+
+
 def test_the_tail_of_a_graphs_array_is_zero(step_path):
     buffers = GraphBuffers(4)
     long = buffers.rows("a", step_path.array([7, 8, 9, 10, 11], np.int32))
     short = buffers.rows("a", step_path.array([1, 2], np.int32))
+    assert address(step_path, short) == address(step_path, long)
     assert step_path.host(short).tolist() == [1, 2]
     assert step_path.host(long).tolist() == [1, 2, 0, 0, 0]
     made = SchedulerMetadata(step_path.array(np.full(9, 5), np.int32), None)
