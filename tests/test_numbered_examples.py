@@ -1,0 +1,34 @@
+"""The numbered examples run and say what they should."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("01_paged_attention.py", ["prompts of [5, 40, 17] tokens", "step 3: [9, 44, 21] keys"]),
+        ("02_property_test.py", ["within the bound", "Causal mask off by one", "request 0"]),
+        ("03_backend_engine.py", ["decode 2: 40 tokens, 512 shared keys read once, off by 0."]),
+    ],
+)
+def test_example(name, words, capsys):
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    printed = capsys.readouterr().out
+    for word in words:
+        assert word in printed
+
+
+def test_every_numbered_example_is_listed():
+    assert sorted(path.name for path in EXAMPLES.glob("[0-9]*.py")) == [
+        "01_paged_attention.py",
+        "02_property_test.py",
+        "03_backend_engine.py",
+        "04_minilm_embeddings.py",
+    ]
