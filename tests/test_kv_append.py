@@ -206,10 +206,10 @@ def test_temporary_arrays_follow_the_stream_and_a_capture_is_refused():
 
     right = cupyflash.flash_attn_with_kvcache(**on_gpu())
     stream = cp.cuda.Stream(non_blocking=True)
-    for given in (stream, stream.ptr):
+    for handle in (stream, stream.ptr):
         args = on_gpu()
         cp.cuda.get_current_stream().synchronize()
-        out = cupyflash.flash_attn_with_kvcache(**args, stream=given)
+        out = cupyflash.flash_attn_with_kvcache(**args, stream=handle)
         stream.synchronize()
         cp.testing.assert_array_equal(out, right)
     with stream:
