@@ -230,7 +230,7 @@ def test_sinks_hold_with_a_quantised_cache(step_path):
     np.testing.assert_array_equal(out, np.full_like(out, 2.4))
 
 
-# B23: a shared prefix of 40 and a window of 16 tokens: rows see 16 keys each.
+# B23: a shared prefix under a window of 16 tokens: row i sees the 16 keys up to its own.
 def test_a_window_declines_the_shared_prefix(step_path):
     case = Case(((8, 48),), prefix=48, window=16, block_size=16)
     made = Made(step_path, case)

@@ -61,8 +61,8 @@ def empty_kv_cache(
     shape: tuple[int, ...], stride_order: tuple[int, ...], dtype: Any, xp: Any = np
 ) -> Array:
     """A zeroed cache of this shape whose memory has its axes in ``stride_order``."""
-    physical = xp.zeros([shape[axis] for axis in stride_order], dtype)
-    return physical.transpose([stride_order.index(axis) for axis in range(len(shape))])
+    physical = xp.zeros(tuple(shape[axis] for axis in stride_order), dtype)
+    return physical.transpose(*(stride_order.index(axis) for axis in range(len(shape))))
 
 
 def split_kv_cache(kv_cache: Array, num_kv_heads: int, head_size: int) -> tuple[Array, Array]:
