@@ -40,7 +40,7 @@ struct AttentionVariant {
   static constexpr int kRowTiles = ROW_TILES;  // of 16 rows a warp
   static constexpr int kKeyWarps = KEY_WARPS;  // warps that share rows and split the keys of a tile
   static constexpr int kKeys = KEY_TILE;
-  static constexpr int kBlocks = KEY_WARPS > 1 ? 3 : 2;  // that share a multiprocessor, at least
+  static constexpr int kBlocks = KEY_WARPS > 1 && KV_TYPE <= kBf16 ? 3 : 2;  // a multiprocessor
   static constexpr bool kScoreMod = SCORE_MOD;        // soft cap or ALiBi
   static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
   static constexpr int kSharedBytes = SMEM_NBYTES;

@@ -93,7 +93,7 @@ struct Forward {
   __device__ __forceinline__ void copy_tile(const Side &side, const i64 *row_offset,
                                             char *tile) const {
     constexpr int kChunks = kDim / 8;
-#pragma unroll 4
+#pragma unroll(kDim == 128 && kRowTiles == 2 ? 2 : 4)
     for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
       const int index = threadIdx.x + i * kThreads, row = index / kChunks, chunk = index % kChunks;
       const i64 offset = row_offset[row];
@@ -164,7 +164,15 @@ struct Forward {
     return smem + kValuesAt + stage * kValueBytes;
   }
 
-  __device__ __forceinline__ void load_query(int step, u32 (&a)[kRowTiles][4]) const {
+  // The lane, hidden from the compiler where registers are scarce: it would keep the addresses of
+  // all fragments otherwise.
+  __device__ __forceinline__ int fresh_lane() const {
+    int fresh = lane;
+    if constexpr (kD == 128 && kRowTiles == 2) asm volatile("" : "+r"(fresh));
+    return fresh;
+  }
+
+  __device__ __forceinline__ void load_query(int step, int lane, u32 (&a)[kRowTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       const int row = first_row + i * 16 + lane % 16;
@@ -176,7 +184,7 @@ struct Forward {
     Queries queries = {};
     if constexpr (kHoldQueries) {
 #pragma unroll
-      for (int step = 0; step < kD / 16; ++step) load_query(step, queries.word[step]);
+      for (int step = 0; step < kD / 16; ++step) load_query(step, lane, queries.word[step]);
     }
     return queries;
   }
@@ -184,6 +192,7 @@ struct Forward {
   // scores = queries * keys^T
   __device__ __forceinline__ void score(int stage, const Queries &queries,
                                         float (&out)[kRowTiles][kScoreTiles][4]) const {
+    const int lane = fresh_lane();
     const u32 k = shared_address(key_tile(stage));
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -203,7 +212,7 @@ struct Forward {
           for (int e = 0; e < 4; ++e) a[i][e] = queries.word[step][i][e];
         }
       } else {
-        load_query(step, a);
+        load_query(step, lane, a);
       }
 #pragma unroll
       for (int n = 0; n < kScoreTiles / 2; ++n) {
@@ -223,6 +232,7 @@ struct Forward {
   __device__ __forceinline__ void accumulate(int stage,
                                              const float (&weight)[kRowTiles][kScoreTiles][4],
                                              Accumulator &acc) const {
+    const int lane = fresh_lane();
     const u32 v = shared_address(value_tile(stage));
 #pragma unroll
     for (int step = 0; step < kWarpKeys / 16; ++step) {
@@ -327,7 +337,13 @@ struct Forward {
     }
     if (!idle) {
       const int column = tile * kKeys + first_key + lane % 4 * 2;
-      if constexpr (V::kScoreMod) modify_scores(p, rows, column, scores);
+      if constexpr (V::kScoreMod) {
+        if (p.softcap > 0.f) {
+          modify_scores<true>(p, rows, column, scores);
+        } else {
+          modify_scores<false>(p, rows, column, scores);
+        }
+      }
       if (is_edge(tile * kKeys)) mask_scores(p, rows, s.kv_end, column, scores);
       float rescale[kRowTiles][2];
       const bool same = fold_scores<V::kScoreMod>(rows, scores, state, rescale,
