@@ -30,7 +30,6 @@ lint: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(VENV)/bin/clang-format --dry-run --Werror $$(git ls-files '*.cu' '*.cuh')
 
 format: $(VENV)/.test
 	$(PY) -m ruff check --fix .

@@ -1,4 +1,5 @@
-// Attention forward for compute capability 8.0 and later. Grid: (row blocks, KV heads, splits).
+// Attention forward for compute capability 8.0 and later. Grid: (KV heads * row blocks, 1, splits),
+// row blocks fastest: only x takes more than 65535.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
@@ -12,12 +13,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, AttentionVariant::kBlocks
   extern __shared__ __align__(128) char smem[];
   using Kernel = Forward<AttentionVariant>;
   // The last blocks of a causal request see the most keys: they start first.
-  const int block = static_cast<int>(gridDim.x - 1 - blockIdx.x);
+  const u32 blocks = gridDim.x / p.heads_kv;
+  const int kv_head = static_cast<int>(blockIdx.x / blocks);
+  const int block = static_cast<int>(blocks - 1 - blockIdx.x % blocks);
   Segment found;
   if (!find_segment<Kernel::kRows>(p, block, blockIdx.z, found)) return;
   // Read where it is needed: registers are for fragments.
   __shared__ Segment segment;
   if (threadIdx.x == 0) segment = found;
   __syncthreads();
-  Kernel(p, segment, blockIdx.y, smem).run();
+  Kernel(p, segment, kv_head, smem).run();
 }

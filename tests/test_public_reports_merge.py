@@ -6,7 +6,17 @@ import math
 
 import numpy as np
 import pytest
-from batches import arguments, attend, check, expected, mean_batch, random_batch, run, starts
+from batches import (
+    arguments,
+    attend,
+    check,
+    expected,
+    mean_batch,
+    random_batch,
+    rounding,
+    run,
+    starts,
+)
 
 from cupyflash import (
     cascade_attention,
@@ -106,7 +116,7 @@ def test_b23_cascade_without_a_window(path):
 def test_b25_a_schedule_for_another_split_count_is_refused(path):
     args = arguments(path, *random_batch([1, 1], [40, 50]), [1, 1], [40, 50], 16)
     made = get_scheduler_metadata(
-        2, 1, 50, 1, 1, 64, args["seqused_k"], "float32", page_size=16, num_splits=4
+        2, 1, 50, 1, 1, 64, args["seqused_k"], args["q"].dtype, page_size=16, num_splits=4
     )
     right = run(path, args)
     same = flash_attn_varlen_func(**args, scheduler_metadata=made, num_splits=4)
@@ -136,7 +146,9 @@ def test_b26_states_of_interleaved_ranks_merge_to_the_whole(path, ranks, interle
     states = [attend(path, q, k[rank == r], v[rank == r], [1], [owned[r]]) for r in range(ranks)]
     out, lse = merge_oracle(*states)
     whole = attend(path, q, k, v, [1], [kv_len])
-    np.testing.assert_allclose(out, whole[0], atol=2e-6)
+    # Each state is stored once: a rank's share of the weights times its rounding, and the whole's.
+    atol = 2e-6 if path.name == "numpy" else 2 * rounding(path) * np.abs(v).max()
+    np.testing.assert_allclose(out, whole[0], atol=atol)
     np.testing.assert_allclose(lse, whole[1], atol=2e-6)
 
 
@@ -149,7 +161,7 @@ def test_b22_merging_prefix_and_suffix_of_a_decode_batch(path):
         for operand in (k, v):
             operand[first[request] : first[request] + 16] = operand[:16]
     args = arguments(path, q, k, v, [1] * 3, kv_lens, 16)
-    out = path.array(np.full(q.shape, np.nan, q.dtype))
+    out = path.array(np.full(q.shape, np.nan, args["q"].dtype))
     table = path.host(args["block_table"]).copy()
     table[:, 0] = table[0, 0]
     cascade_attention(

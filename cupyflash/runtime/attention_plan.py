@@ -180,7 +180,7 @@ def make_attention_plan(
     arch = native_arch(info.capability)
     forward = Plan(
         tile.variant(arch, _score_mod(problem)),
-        (blocks, problem.num_heads_kv, splits),
+        (problem.num_heads_kv * blocks, 1, splits),
         (_THREADS, 1, 1),
         tile.smem_bytes,
         _partial_bytes(problem, splits),

@@ -78,6 +78,10 @@ class Expected:
         return f"request {request}, row {row - int(self.starts[request])}, {rest}"
 
 
+def _on_host(value: Any) -> Any:
+    return to_numpy(value) if hasattr(value, "dtype") else value
+
+
 def expect_attention(
     q: Any,
     k: Any,
@@ -103,7 +107,10 @@ def expect_attention(
     -------
     Expected
     """
-    kind = to_numpy(q).dtype
+    q, k, v = to_numpy(q), to_numpy(k), to_numpy(v)
+    args = tuple(_on_host(a) for a in args)
+    kwargs = {name: _on_host(a) for name, a in kwargs.items()}
+    kind = q.dtype
     one_byte = kind.itemsize == 1
     p = _named(p_dtype, DTYPES["fp16"] if one_byte else kind)
     o = _named(out_dtype, DTYPES["bf16"] if one_byte else kind)
@@ -113,7 +120,7 @@ def expect_attention(
     for request in requests(q, k, v, *args, **kwargs):
         loss = max(loss, _score_loss(request))
         largest = max(largest, float(np.abs(np.nan_to_num(request.v)).max(initial=0.0)))
-    starts = to_numpy(args[1] if len(args) > 1 else kwargs["cu_seqlens_q"])
+    starts = args[1] if len(args) > 1 else kwargs["cu_seqlens_q"]
     return Expected(out, lse, low_out, low_lse, 2 * loss * largest, loss, starts)
 
 
