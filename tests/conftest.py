@@ -35,6 +35,8 @@ ATTENTION_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
 # The emulator runs 8.0 and 9.0: fp8 conversion is arithmetic there and an instruction here.
 MERGE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
 WRITE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
+# Cases of more than a few hundred thousand scores: minutes on the emulator, nothing elsewhere.
+LARGE_PATHS = ("numpy", "gpu")
 # Steps of an engine make many calls; what the emulator can show of them has tests of its own.
 STEP_PATHS = ("numpy", "gpu")
 
@@ -111,6 +113,7 @@ def _path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 attention_path = pytest.fixture(params=_params(ATTENTION_PATHS), name="path")(_path)
+large_path = pytest.fixture(params=_params(LARGE_PATHS), name="large_path")(_path)
 merge_path = pytest.fixture(params=_params(MERGE_PATHS), name="merge_path")(_path)
 write_path = pytest.fixture(params=_params(WRITE_PATHS), name="write_path")(_path)
 step_path = pytest.fixture(params=_params(STEP_PATHS), name="step_path")(_path)

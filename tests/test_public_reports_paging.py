@@ -130,23 +130,24 @@ def test_b37_a_last_dimension_that_is_not_contiguous(path, name):
 
 
 @pytest.mark.parametrize("blocks", [70000, 132000])
-def test_b38_offsets_past_31_and_32_bits(path, blocks):
+def test_b38_offsets_past_31_and_32_bits(large_path, blocks):
     """20 tokens in the last two blocks, and the same bytes in the first two."""
     rng = np.random.default_rng(0)
-    cache = path.xp.zeros((blocks, 16, 16, 128), np.uint8)
-    values = path.array(rng.integers(0, 0x60, (2, 16, 16, 128)).astype(np.uint8))
+    cache = large_path.xp.zeros((blocks, 16, 16, 128), np.uint8)
+    values = large_path.array(rng.integers(0, 0x60, (2, 16, 16, 128)).astype(np.uint8))
     cache[:2] = values
     cache[blocks - 1], cache[blocks - 2] = values[0], values[1]
-    q = path.array(rng.standard_normal((1, 16, 128)).astype(BF16))
+    q = large_path.array(rng.standard_normal((1, 16, 128)).astype(BF16))
     results = [
         flash_attn_varlen_func(
-            q, cache, cache, 1, path.array(starts([1])), 32, fp8_dtype="e4m3",
-            block_table=path.array(table, np.int32), seqused_k=path.array([20], np.int32),
+            q, cache, cache, 1, large_path.array(starts([1])), 32, fp8_dtype="e4m3",
+            block_table=large_path.array(table, np.int32),
+            seqused_k=large_path.array([20], np.int32),
         )
         for table in ([[0, 1]], [[blocks - 1, blocks - 2]])
     ]  # fmt: skip
-    assert path.host(results[0]).tobytes() == path.host(results[1]).tobytes()
-    assert path.host(results[0]).astype(np.float32).any()
+    assert large_path.host(results[0]).tobytes() == large_path.host(results[1]).tobytes()
+    assert large_path.host(results[0]).astype(np.float32).any()
 
 
 @pytest.mark.parametrize("blocks", [70000, 132000])
@@ -165,16 +166,16 @@ def test_b38_cache_writes_past_31_and_32_bits(write_path, blocks):
         assert not write_path.host(cache[1 : blocks - 1 : 1000]).any()
 
 
-def test_b40_a_row_stride_of_a_million_elements(path):
+def test_b40_a_row_stride_of_a_million_elements(large_path):
     """2100 rows; on the CPU fewer and farther apart, since untouched memory costs nothing there."""
-    rows, stride = (24, 2**27) if path.name == "numpy" else (2100, 2**20)
+    rows, stride = (24, 2**27) if large_path.name == "numpy" else (2100, 2**20)
     q, k, v = random_batch([rows], [50], 2, 1, dtype=BF16)
-    args = arguments(path, q, k, v, [rows], [50])
-    right = run(path, args)
-    wide, out = (path.xp.zeros((rows, stride // 64, 64), BF16)[:, :2] for _ in range(2))
+    args = arguments(large_path, q, k, v, [rows], [50])
+    right = run(large_path, args)
+    wide, out = (large_path.xp.zeros((rows, stride // 64, 64), BF16)[:, :2] for _ in range(2))
     wide[...] = args["q"]
     flash_attn_varlen_func(**{**args, "q": wide}, out=out)
-    np.testing.assert_array_equal(path.host(out).astype(np.float64), right[0])
+    np.testing.assert_array_equal(large_path.host(out).astype(np.float64), right[0])
 
 
 @pytest.mark.parametrize(
@@ -201,12 +202,17 @@ def test_b41_slots_of_other_types_are_refused(write_path, kind):
         )
 
 
-def test_b43_a_ragged_batch_with_long_zero_padded_tables(path):
+def test_b43_a_ragged_batch_with_long_zero_padded_tables(large_path):
     q_lens, kv_lens = [68, 322, 1230], [196, 450, 1358]
-    args = arguments(path, *random_batch(q_lens, kv_lens, 4, 1, dtype=BF16), q_lens, kv_lens, 16)
-    table = path.host(args["block_table"])
+    args = arguments(
+        large_path, *random_batch(q_lens, kv_lens, 4, 1, dtype=BF16), q_lens, kv_lens, 16
+    )
+    table = large_path.host(args["block_table"])
     table = np.pad(np.where(table < 2**31 - 1, table, 0), ((0, 0), (0, 400)))
-    check(path, {**args, "block_table": path.array(table.astype(np.int32)), "causal": True})
+    check(
+        large_path,
+        {**args, "block_table": large_path.array(table.astype(np.int32)), "causal": True},
+    )
 
 
 def one_page_for_all(path, requests, q_len, kv_len):
@@ -223,16 +229,16 @@ def one_page_for_all(path, requests, q_len, kv_len):
 
 
 @pytest.mark.parametrize(("requests", "q_len", "kv_len"), [(65536, 1, 1), (80000, 16, 3)])
-def test_b44_more_requests_than_a_grid_has_rows(path, requests, q_len, kv_len):
-    args = one_page_for_all(path, requests, q_len, kv_len)
-    out = path.xp.full(args["q"].shape, np.nan, np.float16)
+def test_b44_more_requests_than_a_grid_has_rows(large_path, requests, q_len, kv_len):
+    args = one_page_for_all(large_path, requests, q_len, kv_len)
+    out = large_path.xp.full(args["q"].shape, np.nan, np.float16)
     flash_attn_varlen_func(**args, out=out)
-    assert (path.host(out) == (kv_len - 1) / 2).all()
+    assert (large_path.host(out) == (kv_len - 1) / 2).all()
 
 
-def test_b44_more_heads_than_a_grid_has_rows(path):
+def test_b44_more_heads_than_a_grid_has_rows(large_path):
     q, k, v = mean_batch([3], [3], 71280, 71280, 8, np.float16)
-    out, lse = attend(path, q, k, v, [3], [3])
+    out, lse = attend(large_path, q, k, v, [3], [3])
     assert (out == 1).all()
     np.testing.assert_allclose(lse, np.log(3), rtol=1e-6)
 

@@ -79,33 +79,35 @@ def test_b10_every_logit_far_below_any_finite_mask(path, kv_len):
     np.testing.assert_allclose(lse, -16653.779, atol=2e-3)
 
 
-def test_b11_a_masked_first_tile_leaves_the_maximum_alone(path):
-    dtype = np.float32 if path.name == "numpy" else np.float16
+def test_b11_a_masked_first_tile_leaves_the_maximum_alone(large_path):
+    dtype = np.float32 if large_path.name == "numpy" else np.float16
     q = np.ones((88, 14, 128), dtype)
     k = np.full((448, 2, 128), -8, dtype)
     v = np.arange(448, dtype=dtype).repeat(256).reshape(448, 2, 128)
-    out, lse = attend(path, q, k, v, [88], [448], causal=True)
+    out, lse = attend(large_path, q, k, v, [88], [448], causal=True)
     np.testing.assert_allclose(out[2], 181, atol=0.07)
     np.testing.assert_allclose(lse[:, 2], -84.6153, atol=1e-3)
 
 
-def test_b13_wide_heads_at_129_tokens_repeat_bit_by_bit(path):
+def test_b13_wide_heads_at_129_tokens_repeat_bit_by_bit(large_path):
     batch = random_batch([129], [129], 16, 2, 256, dtype=np.float16)
-    args = arguments(path, *batch, [129], [129], causal=True)
-    first = check(path, args)
-    for _ in range(20 if path.name == "numpy" else 200):
-        for left, right in zip(run(path, args), first, strict=True):
+    args = arguments(large_path, *batch, [129], [129], causal=True)
+    first = check(large_path, args)
+    for _ in range(20 if large_path.name == "numpy" else 200):
+        for left, right in zip(run(large_path, args), first, strict=True):
             np.testing.assert_array_equal(left, right)
 
 
-def test_b14_head_size_72_reads_nothing_uninitialised(path):
+def test_b14_head_size_72_reads_nothing_uninitialised(large_path):
     batch = random_batch([512], [512], 16, 16, 72, dtype=np.float16)
-    args = arguments(path, *batch, [512], [512])
-    first = check(path, args)
-    other = arguments(path, *random_batch([64], [64], 4, 4, 128, dtype=np.float16), [64], [64])
+    args = arguments(large_path, *batch, [512], [512])
+    first = check(large_path, args)
+    other = arguments(
+        large_path, *random_batch([64], [64], 4, 4, 128, dtype=np.float16), [64], [64]
+    )
     for _ in range(3):
-        run(path, other)
-        np.testing.assert_array_equal(run(path, args)[0], first[0])
+        run(large_path, other)
+        np.testing.assert_array_equal(run(large_path, args)[0], first[0])
 
 
 @pytest.mark.parametrize("dim", [40, 112, 120, 160, 224])
