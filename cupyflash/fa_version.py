@@ -85,26 +85,14 @@ def _asked(argument: int | None) -> tuple[int, str] | None:
 def resolve_version(
     problem: AttentionProblem, capability: Capability, argument: int | None = None
 ) -> int:
-    """The version that runs, or an error with the reason of each that cannot.
-
-    Parameters
-    ----------
-    problem : AttentionProblem
-    capability : (int, int)
-        Compute capability of the device.
-    argument : int, optional
-        The call's own ``fa_version``.
-
-    Returns
-    -------
-    int
+    """The version that runs; ``argument`` is the call's own ``fa_version``.
 
     Raises
     ------
     ValueError
         The version asked for does not exist, or cannot run this.
     NotImplementedError
-        None was asked for, and none can run this.
+        None was asked for, and none can run this; has the reason of each.
     """
     return _resolve_problem(problem, capability, _asked(argument))
 
