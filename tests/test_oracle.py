@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -205,6 +208,27 @@ def test_message_names_the_worst_element():
     lse[1, 0] -= 1
     with pytest.raises(AssertionError, match="lse at request 0, row 0, head 1"):
         expected.check(expected.out.astype(np.float32), lse.astype(np.float32))
+
+
+def test_a_row_that_should_be_nan_must_be_nan():
+    inputs = Case(lengths=((2, 3),)).make()
+    inputs.args["q"][1] = np.nan
+    expected = inputs.expected()
+    assert np.isnan(expected.out[1]).all()
+    right = [expected.out.astype(np.float32), expected.lse.astype(np.float32)]
+    expected.check(*right)
+    right[0][1] = 0
+    with pytest.raises(AssertionError, match="row 1"):
+        expected.check(*right)
+
+
+def test_everything_but_the_strategies_works_without_hypothesis_and_cupy():
+    script = (
+        "import sys; sys.modules['hypothesis'] = sys.modules['cupy'] = None\n"
+        "from cupyflash import flash_attn_varlen_func as f\n"
+        "from cupyflash.testing import Case; Case(lengths=((2, 3),)).make().check(f)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[1])
 
 
 # Planted bugs in a tile loop

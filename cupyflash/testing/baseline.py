@@ -57,7 +57,7 @@ def attention_baseline(
         score = np.where(seen, score, np.float32(-np.inf))
         sink = np.float32(-np.inf) if s_aux is None else np.float32(s_aux[head])
         top: Float32 = np.max(score, axis=1, initial=sink)
-        some = np.flatnonzero(top > -np.inf)
+        some = np.flatnonzero(top != -np.inf)
         top = top[some]
         p = np.exp(score[some] - top[:, None])
         total = p.sum(axis=1) + np.exp(sink - top)

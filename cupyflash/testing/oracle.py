@@ -88,7 +88,7 @@ def attention_oracle(
         if sinks is not None:
             score = np.append(score, np.full((seqlen_q, 1), sinks[head]), axis=1)
         top: Float64 = np.max(score, axis=1, initial=-np.inf)
-        some = np.flatnonzero(top > -np.inf)
+        some = np.flatnonzero(top != -np.inf)
         top = top[some, None]
         weight = np.exp(score[some] - top)
         total = weight.sum(axis=1)
