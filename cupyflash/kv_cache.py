@@ -6,15 +6,12 @@ from typing import Any
 
 from . import cpu
 from .runtime import env
-from .runtime.arrays import ArraySpec, place
+from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
-from .runtime.rules.cache import check_write
+from .runtime.rules.cache import WRITE_ARRAYS, check_write
 from .values import check_slot_values
 
 __all__ = ["reshape_and_cache_flash"]
-
-_ARRAYS = ("key", "value", "key_cache", "value_cache", "slot_mapping")
-_SCALES = ("k_scale", "v_scale")
 
 
 def reshape_and_cache_flash(
@@ -70,32 +67,33 @@ def reshape_and_cache_flash(
     array([0, 5])
     """
     given = (key, value, key_cache, value_cache, slot_mapping)
-    for name, array in zip(_ARRAYS, given, strict=True):
+    for name, array in zip(WRITE_ARRAYS, given, strict=False):
         if array is None:
             raise TypeError(f"{name} is None; it must be an array")
-    scales = [
-        1.0 if s is None else scale_argument(n, s)
-        for n, s in zip(_SCALES, (k_scale, v_scale), strict=True)
-    ]
-    extra = [None if isinstance(s, float) else s for s in scales]
-    placed, on_host = place((*_ARRAYS, *_SCALES), (*given, *extra))
-    arrays = dict(zip(_ARRAYS, placed, strict=False))
-    scales = [s if a is None else a for s, a in zip(scales, placed[5:], strict=True)]
-    cache_type = check_write(
-        {n: ArraySpec(a.shape, a.dtype, a.strides) for n, a in arrays.items()},
-        {n: s if isinstance(s, float) else ArraySpec(s.shape, s.dtype, s.strides)
-         for n, s in zip(_SCALES, scales, strict=True)},
-        kv_cache_dtype,
-    )  # fmt: skip
+    k_number, k_array = _scale("k_scale", k_scale)
+    v_number, v_array = _scale("v_scale", v_scale)
+    arrays, on_host = place(WRITE_ARRAYS, (*given, k_array, v_array))
+    shapes, numbers = specs(arrays), (k_number, v_number)
+    cache_type = check_write(shapes, numbers, kv_cache_dtype)
     if on_host:
         if stream is not None:
             raise ValueError("stream given, but NumPy arrays are written before the call returns")
-        cpu.write_cache(**arrays, cache_type=cache_type, k_scale=scales[0], v_scale=scales[1])
+        *placed, k_array, v_array = arrays
+        cpu.write_cache(
+            *placed,
+            cache_type=cache_type,
+            k_scale=k_number if k_array is None else k_array,
+            v_scale=v_number if v_array is None else v_array,
+        )  # type: ignore[misc]
         return
     if env.check():
-        check_slot_values(arrays["slot_mapping"], *arrays["key_cache"].shape[:2])
-    from .runtime.small_kernels import write_cache
+        check_slot_values(arrays[4], *arrays[2].shape[:2])
+    from .runtime.write_launch import write_cache
 
-    write_cache(
-        **arrays, cache_type=cache_type, k_scale=scales[0], v_scale=scales[1], stream=stream
-    )
+    write_cache(tuple(arrays), shapes, numbers, cache_type, stream)
+
+
+def _scale(name: str, value: Any) -> tuple[float, Any]:
+    """A number, and the array that takes its place."""
+    found = 1.0 if value is None else scale_argument(name, value)
+    return (found, None) if isinstance(found, float) else (1.0, found)

@@ -5,17 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from . import cpu
-from .runtime.arrays import place, spec_of
+from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
-from .runtime.rules.merge import as_scale, check_merge
+from .runtime.rules.merge import MERGE_ARRAYS, check_merge
 from .runtime.rules.numbers import non_negative
 
 __all__ = ["merge_attn_states"]
-
-_ARRAYS = (
-    *("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse"),
-    *("output_lse", "s_aux"),
-)
 
 
 def merge_attn_states(
@@ -74,14 +69,17 @@ def merge_attn_states(
     np.float32(0.8)
     """
     scale = scale_argument("output_scale", output_scale)
-    given = (output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, s_aux)
-    on_array = None if isinstance(scale, float) else scale
-    placed, on_host = place((*_ARRAYS, "output_scale"), (*given, on_array))
-    if on_array is not None:
-        scale = placed[-1]
-    arrays = dict(zip(_ARRAYS, placed, strict=False))
-    out_type = check_merge({n: spec_of(a) for n, a in arrays.items()}, as_scale(scale))
-    tokens = arrays["output"].shape[0]
+    number, on_array = (scale, None) if isinstance(scale, float) else (None, scale)
+    arrays, on_host = place(
+        MERGE_ARRAYS,
+        (
+            output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, s_aux,
+            on_array,
+        ),
+    )  # fmt: skip
+    shapes = specs(arrays)
+    out_type = check_merge(shapes, number)
+    tokens = arrays[0].shape[0]
     with_prefix = tokens
     if prefill_tokens_with_context is not None:
         given_tokens = non_negative("prefill_tokens_with_context", prefill_tokens_with_context)
@@ -89,10 +87,10 @@ def merge_attn_states(
     if on_host:
         if stream is not None:
             raise ValueError("stream given, but NumPy arrays are merged before the call returns")
-        cpu.merge_states(**arrays, num_prefix_tokens=with_prefix, output_scale=scale)
+        *states, sinks, on_array = arrays
+        scale = number if on_array is None else on_array
+        cpu.merge_states(*states, with_prefix, scale, sinks)  # type: ignore[call-arg]
         return
-    from .runtime.small_kernels import merge_states
+    from .runtime.merge_launch import merge_states
 
-    merge_states(
-        **arrays, prefix_tokens=with_prefix, output_scale=scale, out_type=out_type, stream=stream
-    )
+    merge_states(tuple(arrays), shapes, with_prefix, number, out_type, stream)

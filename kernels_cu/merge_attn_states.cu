@@ -2,8 +2,9 @@
 //
 // A block owns a tile of (token, head) rows: threads x run along a row, y over heads, z over
 // tokens. Weights come first, one row a thread, tokens fastest, so that the transposed lse arrays
-// are read in whole sectors; an empty side is then not read at all. out and out_lse may be the very
-// arrays of an input: each element is read by the thread that writes it, before it does.
+// are read in whole sectors; an empty side is then zeros, and not read at all. out and out_lse may
+// be the very arrays of an input: each element is read by the thread that writes it, before it
+// does.
 
 #include "core/variant.cuh"
 #include "core/numeric.cuh"
@@ -23,7 +24,7 @@ struct Weights {
 };
 
 __device__ float load_sink(const MergeParams &p, int head) {
-  const char *at = p.sink + head * p.sink_stride;
+  const char *at = p.sink + head * (p.sink_type == kFp32 ? 4 : 2);
   if (p.sink_type == kFp32) return *reinterpret_cast<const float *>(at);
   const u32 bits = *reinterpret_cast<const u16 *>(at);
   return p.sink_type == kFp16 ? unpack_fp16(bits).x : unpack_bf16(bits).x;
@@ -84,9 +85,11 @@ __device__ void merge_rows(const MergeParams &p, const Weights *weights, i64 tok
       const Weights w = weights[i * blockDim.z];
       float value[kCount], acc[kCount] = {};
       prefix[i].to_floats(value);
-      add_weighted(acc, w.prefix, value);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) acc[k] = fma_rn(w.prefix, value[k], acc[k]);
       suffix[i].to_floats(value);
-      add_weighted(acc, w.suffix, value);
+#pragma unroll
+      for (int k = 0; k < kCount; ++k) acc[k] = fma_rn(w.suffix, value[k], acc[k]);
       if constexpr (V::kOut == kE4m3) {
 #pragma unroll
         for (int k = 0; k < kCount; ++k) acc[k] = div_rn(acc[k], scale);

@@ -172,3 +172,13 @@ def test_an_output_in_e4m3_by_arithmetic_and_by_instruction():
             merge_attn_states(out, *prefix, *suffix, output_scale=np.array([0.01], np.float32))
         found.append(out.tobytes())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("kind", ["fp32", "fp16", "bf16"])
+def test_sinks_of_any_type(kind):
+    rng = np.random.default_rng(8)
+    prefix, suffix = (state(rng, 9, 5, 8, "fp32") for _ in range(2))
+    sinks = device_array(5, DTYPES[kind])
+    sinks[...] = (rng.standard_normal(5) * 10).astype(sinks.dtype)
+    out, lse, _ = merge(prefix, suffix, s_aux=sinks)
+    expect_merge(prefix, suffix, out_dtype="fp32", s_aux=sinks).check(out, lse)

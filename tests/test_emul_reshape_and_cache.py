@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash.kv_cache import reshape_and_cache_flash
+from cupyflash.runtime.arrays import specs
 from cupyflash.runtime.dtypes import FP16
-from cupyflash.runtime.small_kernels import write_cache
+from cupyflash.runtime.write_launch import write_cache
 from cupyflash.testing import DTYPES, write_oracle
 
 ARCHES = st.sampled_from(["sm_80", "sm_90"])
@@ -101,7 +102,8 @@ def test_slots_past_2_to_the_32():
     rng = np.random.default_rng(3)
     key = tokens_of(rng, 4, 1, 8, "fp16")
     with emulated("sm_80"):
-        write_cache(key, key, cache, values, slots, FP16, 1.0, 1.0)
+        arrays = (key, key, cache, values, slots, None, None)
+        write_cache(arrays, specs(arrays), (1.0, 1.0), FP16, None)
     assert one[0, 5].tobytes() == key[0].tobytes()
     assert one[0, ((1 << 32) + 2) % 6].tobytes() == key[1].tobytes()
     assert np.count_nonzero(one.any((0, 2, 3))) == 2
@@ -128,3 +130,20 @@ def test_bfloat16_nans_are_copied_bit_by_bit():
     with emulated("sm_80"):
         reshape_and_cache_flash(key, key, *caches, np.array([0]), "auto", 1.0, 1.0)
     assert caches[0].tobytes() == caches[1].tobytes() == key.tobytes()
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_values_are_divided_by_the_scale_not_multiplied_by_its_inverse(arch):
+    rng = np.random.default_rng(4)
+    exact = np.arange(0x7F, dtype=np.uint8).view(DTYPES["e4m3"]).astype(np.float32)
+    ties = np.concatenate([(exact[1:] + exact[:-1]) / 2, [0, 0]]).astype(np.float32)
+    scales = rng.integers(1, 1 << 12, 16).astype(np.float32)  # so that tie * scale is exact
+    key = device_array((1, 16, 128), np.float32)
+    key[...] = ties * scales[:, None]
+    caches = [device_array((1, 1, 16, 128)) for _ in range(2)]
+    slots = np.array([0])
+    right = write_oracle(key, caches[0], slots, scales)
+    assert (right != write_oracle(key * (1 / scales[:, None]), caches[0], slots)).any()
+    with emulated(arch):
+        reshape_and_cache_flash(key, key, *caches, slots, "fp8", scales, scales)
+    assert caches[0].tobytes() == caches[1].tobytes() == right.tobytes()

@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from .device import Device
+__all__ = ["Footprint", "check_in_place", "footprint"]
 
-__all__ = ["check_in_place"]
+Spec = tuple[tuple[int, ...], Any, tuple[int, ...]]
 
 
-def check_in_place(device: Device, output: Any, name: str, inputs: dict[str, Any]) -> None:
+class Footprint(NamedTuple):
+    """Where the elements of an array lie, from its first one on."""
+
+    low: int
+    high: int
+    spec: Spec
+
+
+def footprint(spec: Spec) -> Footprint:
+    """The bytes from the lowest to past the highest element."""
+    shape, dtype, strides = spec
+    if 0 in shape:
+        return Footprint(0, 0, spec)
+    reach = [(count - 1) * stride for count, stride in zip(shape, strides, strict=True)]
+    low = sum(r for r in reach if r < 0)
+    return Footprint(low, sum(r for r in reach if r > 0) + int(dtype.itemsize), spec)
+
+
+def check_in_place(
+    names: tuple[str, str], start: int, output: Footprint, other_start: int, other: Footprint
+) -> None:
     """Allow an output that is an input, element for element, and refuse every other overlap.
 
     Raises
@@ -19,47 +39,31 @@ def check_in_place(device: Device, output: Any, name: str, inputs: dict[str, Any
     ValueError
         They share memory in another way: elements would be overwritten before they are read.
     """
-    start = device.pointer(output)
-    for other_name, other in inputs.items():
-        begin = device.pointer(other)
-        same = begin == start and other.strides == output.strides
-        if (same and other.itemsize == output.itemsize) or not _ranges_meet(
-            start, output, begin, other
-        ):
-            continue
-        if np.shares_memory(_shadow(start, output), _shadow(begin, other)):
-            raise ValueError(
-                f"{name} overlaps {other_name} but is not the same array; use that array itself, "
-                "or memory of its own"
-            )
+    if start + output.low >= other_start + other.high:
+        return
+    if other_start + other.low >= start + output.high:
+        return
+    same = output.spec[1].itemsize == other.spec[1].itemsize and output.spec[2] == other.spec[2]
+    if start == other_start and same:
+        return
+    if np.shares_memory(_shadow(start, output.spec), _shadow(other_start, other.spec)):
+        raise ValueError(
+            f"{names[0]} overlaps {names[1]} but is not the same array; use that array itself, or "
+            "memory of its own"
+        )
 
 
-def _ranges_meet(start: int, array: Any, other_start: int, other: Any) -> bool:
-    low, high = _extent(start, array)
-    other_low, other_high = _extent(other_start, other)
-    return low < other_high and other_low < high
-
-
-def _extent(start: int, array: Any) -> tuple[int, int]:
-    if not array.size:
-        return start, start
-    low = high = start
-    for count, stride in zip(array.shape, array.strides, strict=True):
-        reach = (count - 1) * stride
-        low, high = (low, high + reach) if reach >= 0 else (low + reach, high)
-    return low, high + int(array.itemsize)
-
-
-def _shadow(start: int, array: Any) -> Any:
+def _shadow(start: int, spec: Spec) -> Any:
     """An array of the same addresses for NumPy to reason about; it is never read."""
+    shape, dtype, strides = spec
 
     class Shadow:
         __array_interface__ = {  # noqa: RUF012
             "version": 3,
             "data": (start, False),
-            "shape": array.shape,
-            "strides": array.strides,
-            "typestr": f"|V{array.itemsize}",
+            "shape": shape,
+            "strides": strides,
+            "typestr": f"|V{dtype.itemsize}",
         }
 
     return np.asarray(Shadow())

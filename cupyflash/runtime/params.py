@@ -28,12 +28,33 @@ class ParamsLayout:
         self.names = tuple(name for name, _ in fields)
         pad = -sum(sizes) % 8
         self._struct = struct.Struct("=" + "".join(_CODES[kind] for _, kind in fields) + "x" * pad)
+        self._parts: dict[int, struct.Struct] = {}
         self.nbytes = self._struct.size
         self._dtype = np.dtype([("bytes", np.void, self.nbytes)])
 
     def pack(self, *values: Any) -> np.ndarray[Any, Any]:
         """A 0-d structured array that CuPy passes by value; one value a field, in order."""
-        return np.frombuffer(self._struct.pack(*values), self._dtype).reshape(())
+        return self._by_value(self._struct.pack(*values))
+
+    def pack_tail(self, *values: Any) -> bytes:
+        """The last fields, for `pack_head`: what calls of one shape have in common."""
+        return self._part(-len(values)).pack(*values)
+
+    def pack_head(self, tail: bytes, *values: Any) -> np.ndarray[Any, Any]:
+        """What `pack` makes, of the first fields and the packed rest."""
+        return self._by_value(self._part(len(values)).pack(*values) + tail)
+
+    def _by_value(self, packed: bytes) -> np.ndarray[Any, Any]:
+        return np.frombuffer(packed, self._dtype).reshape(())
+
+    def _part(self, count: int) -> struct.Struct:
+        """The first ``count`` fields, or the last ``-count`` and the padding."""
+        found = self._parts.get(count)
+        if found is None:
+            text = self._struct.format[1:]
+            cut = text[:count] if count > 0 else text[len(self.names) + count :]
+            found = self._parts[count] = struct.Struct("=" + cut)
+        return found
 
     def unpack(self, packed: np.ndarray[Any, Any]) -> dict[str, Any]:
         """The fields of a packed struct by name (for tests and error reports)."""

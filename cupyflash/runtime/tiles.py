@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-__all__ = ["TOKENS_PER_THREAD", "row_block"]
-
-THREADS = 256
-TOKENS_PER_THREAD = 4
+__all__ = ["row_block", "row_steps"]
 
 
 def row_block(
-    tokens: int, heads: int, accesses: int, wanted_tokens: int
+    threads: int, tokens: int, heads: int, steps: int, *, thread_tokens: int, tile_tokens: int
 ) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Grid ``(token tiles, head tiles)`` and block for ``accesses`` memory accesses a row.
+    """Grid ``(token tiles, head tiles)`` and block, of at most ``threads`` threads.
 
-    A thread takes ``TOKENS_PER_THREAD`` tokens; a block covers about ``wanted_tokens`` of them if
-    the heads fill it, and more if they do not.
+    A row takes ``steps`` threads, one after the other if they are too many; a thread takes
+    ``thread_tokens`` tokens. A block covers about ``tile_tokens`` if the heads fill it, and more
+    if they do not.
     """
-    x = min(accesses, THREADS)
-    rows = THREADS // x
-    z = min(rows, -(-min(wanted_tokens, tokens) // TOKENS_PER_THREAD))
+    x = min(steps, threads)
+    rows = threads // x
+    z = min(rows, -(-min(tile_tokens, tokens) // thread_tokens))
     y = min(heads, rows // z)
-    z = min(rows // y, -(-tokens // TOKENS_PER_THREAD), 64)
-    return (-(-tokens // (z * TOKENS_PER_THREAD)), -(-heads // y)), (x, y, z)
+    z = min(rows // y, -(-tokens // thread_tokens), 64)
+    return (-(-tokens // (z * thread_tokens)), -(-heads // y)), (x, y, z)
+
+
+def row_steps(head_dim: int, itemsize: int, vectorised: bool) -> int:
+    """Accesses to a row: 16 bytes each, or one element."""
+    return max(1, head_dim * itemsize // 16) if vectorised else head_dim

@@ -8,37 +8,42 @@ from functools import lru_cache
 from .dtypes import BF16, E4M3, E5M2, FP16, FP32, ScalarType
 from .params import ParamsLayout
 from .plan import Plan
-from .tiles import row_block
+from .tiles import row_block, row_steps
 from .variant import Variant
 
 __all__ = ["WRITE_PARAMS", "make_write_plan", "write_variant", "write_variants"]
 
 _SIDE = (
-    ("source", "ptr"),
-    ("cache", "ptr"),
-    ("scale", "ptr"),
-    ("source_token_stride", "i64"),
-    ("source_head_stride", "i64"),
-    ("block_stride", "i64"),
-    ("slot_stride", "i64"),
-    ("head_stride", "i64"),
-    ("scale_stride", "i64"),
-    ("head_dim", "i32"),
-    ("scale_value", "f32"),
+    "source_token_stride",
+    "source_head_stride",
+    "block_stride",
+    "slot_stride",
+    "head_stride",
+    "scale_stride",
 )
+_SIDES = ("key", "value")
 
 WRITE_PARAMS = ParamsLayout(
-    *((f"{side}_{name}", kind) for side in ("key", "value") for name, kind in _SIDE),
+    *((f"{side}_source", "ptr") for side in _SIDES),
+    *((f"{side}_cache", "ptr") for side in _SIDES),
     ("slots", "ptr"),
+    *((f"{side}_scale", "ptr") for side in _SIDES),
+    *((f"{side}_scale_value", "f32") for side in _SIDES),
+    *((f"{side}_{name}", "i64") for side in _SIDES for name in _SIDE),
     ("num_slots", "i64"),
     ("block_inverse", "u64"),
     ("num_tokens", "i32"),
     ("heads", "i32"),
+    *((f"{side}_head_dim", "i32") for side in _SIDES),
     ("block_size", "i32"),
     ("wide_slots", "i32"),
     ("vectorised", "i32"),
     ("unused", "i32"),
 )
+
+_THREADS = 128
+_THREAD_TOKENS = 2
+_THREAD_ACCESSES = 4
 
 
 def write_variant(arch: str, in_type: ScalarType, cache_type: ScalarType) -> Variant:
@@ -76,6 +81,12 @@ def make_write_plan(
     variant = write_variant(arch, in_type, cache_type)
     if not tokens * heads * head_dim:
         return Plan(variant, (0, 1, 1), (1, 1, 1))
-    accesses = head_dim * in_type.itemsize // 16 if vectorised else head_dim
-    (tiles, head_tiles), block = row_block(tokens, heads, accesses, 1)
+    (tiles, head_tiles), block = row_block(
+        _THREADS,
+        tokens,
+        heads,
+        -(-row_steps(head_dim, in_type.itemsize, vectorised) // _THREAD_ACCESSES),
+        thread_tokens=_THREAD_TOKENS,
+        tile_tokens=1,
+    )
     return Plan(variant, (tiles, head_tiles, 2), block)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from typing import Any
+
 import numpy as np
 
 from cupyflash.runtime.arrays import ArraySpec
@@ -9,7 +12,9 @@ from cupyflash.runtime.dtypes import FP32, ScalarType, parse_fp8, scalar_type
 
 from .operands import check_operand
 
-__all__ = ["PLAIN_CACHES", "check_write"]
+__all__ = ["PLAIN_CACHES", "WRITE_ARRAYS", "check_write"]
+
+WRITE_ARRAYS = ("key", "value", "key_cache", "value_cache", "slot_mapping", "k_scale", "v_scale")
 
 PLAIN_CACHES = {
     "auto": None,
@@ -24,10 +29,23 @@ PLAIN_CACHES = {
 _BLOCKS = "[num_blocks, block_size, Hk, D]"
 
 
+@lru_cache(maxsize=1024)
 def check_write(
-    specs: dict[str, ArraySpec], scales: dict[str, float | ArraySpec], kv_cache_dtype: str
+    given: tuple[tuple[Any, ...] | None, ...], numbers: tuple[float, float], kv_cache_dtype: str
 ) -> ScalarType:
-    """What the cache stores, once arrays, spelling and scales fit each other."""
+    """What the cache stores, once arrays, spelling and scales fit each other.
+
+    ``given`` are the specs of `WRITE_ARRAYS`; ``numbers`` are the scales that are not arrays.
+    """
+    specs = {
+        name: ArraySpec(*spec)
+        for name, spec in zip(WRITE_ARRAYS, given, strict=True)
+        if spec is not None
+    }
+    scales = {
+        name: specs.get(name, number)
+        for name, number in zip(WRITE_ARRAYS[5:], numbers, strict=True)
+    }
     tokens, *rest = check_operand("key", specs["key"], "[tokens, Hk, D]")
     tokens_v, *rest_v = check_operand("value", specs["value"], "[tokens, Hk, Dv]")
     *blocks, heads, head_dim = check_operand("key_cache", specs["key_cache"], _BLOCKS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,25 @@ from cupyflash.runtime.dtypes import E4M3, ScalarType, scalar_type
 from .operands import check_operand, check_result
 from .score import check_sink
 
-__all__ = ["as_scale", "check_merge"]
+__all__ = ["MERGE_ARRAYS", "check_merge"]
+
+MERGE_ARRAYS = (
+    *("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse"),
+    *("output_lse", "s_aux", "output_scale"),
+)
 
 
-def check_merge(specs: dict[str, ArraySpec | None], scale: float | ArraySpec | None) -> ScalarType:
+@lru_cache(maxsize=1024)
+def check_merge(given: tuple[tuple[Any, ...] | None, ...], scale: float | None) -> ScalarType:
     """The type of the output, once all arrays fit each other.
 
-    ``specs`` holds the arrays of the call by name, the optional ones as None.
+    ``given`` are the specs of `MERGE_ARRAYS`, those absent None; ``scale`` is a number if it is not
+    an array.
     """
+    specs = {
+        name: None if spec is None else ArraySpec(*spec)
+        for name, spec in zip(MERGE_ARRAYS, given, strict=True)
+    }
     output = specs["output"]
     shape = check_operand("output", output, "[tokens, Hq, D]")
     assert output is not None
@@ -39,7 +51,8 @@ def check_merge(specs: dict[str, ArraySpec | None], scale: float | ArraySpec | N
     if output_lse is not None and output_lse.overlaps:
         raise ValueError(f"output_lse has strides {output_lse.strides}: its elements share memory")
     check_sink(specs["s_aux"], shape[1])
-    return _output_type(output, _state_type(specs), scale)
+    on_array = specs["output_scale"]
+    return _output_type(output, _state_type(specs), scale if on_array is None else on_array)
 
 
 def _check_shape(name: str, spec: ArraySpec | None, shape: tuple[int, ...], meaning: str) -> None:
@@ -82,10 +95,3 @@ def _output_type(
     elif scale.dtype != np.float32 or scale.shape not in ((), (1,)):
         raise TypeError(f"output_scale is {scale.dtype} {scale.shape}; it must be float32 [1]")
     return E4M3
-
-
-def as_scale(value: Any) -> float | ArraySpec | None:
-    """A scale argument as the rules see it."""
-    if value is None or isinstance(value, float):
-        return value
-    return ArraySpec(value.shape, value.dtype, value.strides)

@@ -1,0 +1,126 @@
+"""Launching ``merge_attn_states``; arguments are validated already."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from .compile import native_arch
+from .device import device_for
+from .dtypes import ScalarType, scalar_type
+from .launch import launch, stream_handle
+from .merge_plan import MERGE_PARAMS, make_merge_plan
+from .overlap import Footprint, check_in_place, footprint
+from .params import KernelArgs
+from .plan import Plan
+
+__all__ = ["merge_states"]
+
+_NAMES = ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse")
+_OUT, _PREFIX, _PREFIX_LSE, _SUFFIX, _SUFFIX_LSE, _OUT_LSE = range(6)
+_IN_PLACE = ((_OUT, _PREFIX), (_OUT, _SUFFIX), (_OUT_LSE, _PREFIX_LSE), (_OUT_LSE, _SUFFIX_LSE))
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """What merges of equal shapes, types and strides have in common; pairs are narrow, wide."""
+
+    plans: tuple[Plan, Plan]
+    tails: tuple[bytes, bytes]
+    strides_allow_wide: bool
+    out_alignment: int
+    footprints: tuple[Footprint, ...]
+
+
+def merge_states(
+    arrays: tuple[Any, ...],
+    specs: tuple[Any, ...],
+    prefix_tokens: int,
+    scale: float | None,
+    out_type: ScalarType,
+    stream: Any,
+) -> None:
+    """Queue one merge.
+
+    Parameters
+    ----------
+    arrays : tuple
+        `rules.merge.MERGE_ARRAYS`, as `cpu.merge_states` takes them.
+    specs : tuple
+        ``arrays.specs`` of them.
+    prefix_tokens : int
+        Tokens from here on have no prefix.
+    scale : float or None
+        If no array holds it.
+    out_type : ScalarType
+    stream : int, stream or None
+
+    Raises
+    ------
+    ValueError
+        An output shares memory with an input without being that input.
+    CaptureError, CompileError
+        As `compile.load_kernel`.
+    """
+    device = device_for(arrays[0])
+    shape = _shape(native_arch(device.info.capability), specs, out_type)
+    pointer = device.pointer
+    starts = [0 if array is None else pointer(array) for array in arrays]
+    for written, read in _IN_PLACE:
+        if starts[written]:
+            check_in_place(
+                (_NAMES[written], _NAMES[read]),
+                starts[written],
+                shape.footprints[written],
+                starts[read],
+                shape.footprints[read],
+            )
+    wide = (
+        shape.strides_allow_wide
+        and not (starts[_PREFIX] | starts[_SUFFIX]) % 16
+        and not starts[_OUT] % shape.out_alignment
+    )
+    packed = MERGE_PARAMS.pack_head(shape.tails[wide], *starts, prefix_tokens, scale or 1.0)
+    launch(device, shape.plans[wide], KernelArgs((packed,), arrays), stream_handle(stream))
+
+
+@lru_cache(maxsize=1024)
+def _shape(arch: str, specs: tuple[Any, ...], out_type: ScalarType) -> _Shape:
+    output, prefix, prefix_lse, suffix, suffix_lse = specs[:5]
+    output_lse, sink = specs[5:7]
+    in_type = scalar_type(prefix[1])
+    sink_type = None if sink is None else scalar_type(sink[1])
+    assert in_type is not None
+    tokens, heads, head_dim = output[0]
+    elements = 16 // in_type.itemsize
+    alignment = min(16, elements * out_type.itemsize)
+    reading = prefix[2][0] | prefix[2][1] | suffix[2][0] | suffix[2][1]
+    plans, tails = [], []
+    for vectorised in (False, True):
+        plans.append(make_merge_plan(arch, in_type, out_type, tokens, heads, head_dim, vectorised))
+        tails.append(
+            MERGE_PARAMS.pack_tail(
+                *output[2][:2],
+                *prefix[2][:2],
+                *prefix_lse[2],
+                *suffix[2][:2],
+                *suffix_lse[2],
+                *((0, 0) if output_lse is None else output_lse[2]),
+                tokens,
+                heads,
+                head_dim,
+                0 if sink_type is None else sink_type.code,
+                vectorised,
+                0,
+            )
+        )
+    return _Shape(
+        plans=(plans[0], plans[1]),
+        tails=(tails[0], tails[1]),
+        strides_allow_wide=head_dim % elements == 0
+        and reading % 16 == 0
+        and (output[2][0] | output[2][1]) % alignment == 0,
+        out_alignment=alignment,
+        footprints=tuple(footprint(s or output) for s in specs[:6]),
+    )
