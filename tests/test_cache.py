@@ -39,12 +39,15 @@ def compile_source(*args):
     wait("compile")
     return real(*args)
 
-def slow_replace(*args):
-    wait("replace")
-    return replace(*args)
+def slow_replace(source, target):
+    if str(target).endswith(".cubin"):
+        wait("replace")
+    return replace(source, target)
 
 compiling.compile_source, os.replace = compile_source, slow_replace
 print(compiling.compiled_file(merge_variant("sm_90", BF16, BF16)))
+with open("/proc/self/maps") as maps:
+    print("loaded" if "libnvrtc.so" in maps.read() else "not loaded", file=sys.stderr)
 """
 
 
@@ -84,6 +87,10 @@ class Processes:
         assert process.returncode == 0, error
         return Path(out.strip()), error
 
+    def kernels(self):
+        """All that is in the cache but what is known of NVRTC."""
+        return [p for p in self.cache.iterdir() if not p.name.startswith("nvrtc-")]
+
     def count(self):
         return len(self.compiles.read_text()) if self.compiles.exists() else 0
 
@@ -98,8 +105,24 @@ def test_eight_cold_processes_compile_once(processes):
     paths = {processes.end(child)[0] for child in children}
     assert len(paths) == 1
     assert processes.count() == 1
-    assert [p.name for p in processes.cache.iterdir()] == [paths.pop().name]
+    assert processes.kernels() == list(paths)
     assert stat.S_IMODE(processes.cache.stat().st_mode) == 0o700
+
+
+def test_a_warm_process_does_not_load_the_compiler(processes):
+    path, said = processes.run()
+    assert said == "loaded\n"
+    assert processes.run() == (path, "not loaded\n")
+    (record,) = processes.cache.glob("nvrtc-*.json")
+    kept = record.read_text()
+    for changed in (kept[:-1], "{}", "[]", kept.replace('"identity": [', '"identity": [1, ')):
+        record.write_text(changed)
+        assert processes.run() == (path, "loaded\n")
+        assert record.read_text() == kept
+    record.write_text(kept.replace('"version": [1', '"version": [2'))  # trusted, so another key
+    assert processes.run()[0] != path
+    assert processes.run(LD_LIBRARY_PATH="/absent") == (path, "loaded\n")
+    assert processes.count() == 2
 
 
 @pytest.mark.parametrize("where", ["compile", "replace"])
@@ -113,13 +136,13 @@ def test_a_killed_compiler_leaves_nothing_in_the_way(processes, where):
     follower = processes.start()  # waits for the lock
     time.sleep(2)
     assert follower.poll() is None
-    left = {p.suffix for p in processes.cache.iterdir()}
+    left = {p.suffix for p in processes.kernels()}
     assert left == ({".lock"} if where == "compile" else {".lock", ".tmp"})
     child.send_signal(signal.SIGKILL)
     child.communicate()
     path, _ = processes.end(follower)
     assert processes.count() == 2
-    assert list(processes.cache.iterdir()) == [path]
+    assert processes.kernels() == [path]
 
 
 @pytest.mark.parametrize("home", ["a file", "missing"])

@@ -7,15 +7,14 @@ import re
 import sys
 import threading
 import warnings
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 from . import env
 from .cubin_cache import cubin_cache
 from .device import Device, Kernel
 from .errors import CaptureError, CompileError
 from .kernel_source import kernel_source
+from .nvrtc import compiler, load_nvrtc
 from .variant import Variant
 
 __all__ = [
@@ -69,7 +68,7 @@ def compiled_file(variant: Variant) -> Path:
     source, options = kernel_source(variant)
     options = _targeted(options)
     ending = ".cubin" if "=sm_" in options[0] else ".ptx"
-    text = "\0".join((source, *options, *map(str, _nvrtc_version())))
+    text = "\0".join((source, *options, *map(str, compiler().version)))
     key = f"{variant.symbol}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
     def make() -> bytes:
@@ -92,7 +91,7 @@ def compile_source(source: str, options: tuple[str, ...], variant: Variant) -> t
     CompileError
         With variant, command and log.
     """
-    nvrtc = _nvrtc()
+    nvrtc = load_nvrtc()
     program = nvrtc.createProgram(source, variant.source, (), ())
     try:
         nvrtc.compileProgram(program, options)
@@ -111,43 +110,21 @@ def compile_source(source: str, options: tuple[str, ...], variant: Variant) -> t
         nvrtc.destroyProgram(program)
 
 
-def _nvrtc() -> Any:
-    try:
-        from cupy.cuda import nvrtc
-
-        nvrtc.getVersion()
-    except Exception as error:  # CuPy raises ImportError, RuntimeError or its own, by version
-        raise CompileError(
-            f"NVRTC is not available ({error}); pip install 'cupyflash[cuda13]' or [cuda12]"
-        ) from error
-    return nvrtc
-
-
-@cache
-def _nvrtc_version() -> tuple[int, int]:
-    major, minor = _nvrtc().getVersion()
-    return major, minor
-
-
-@cache
-def _supported() -> tuple[int, ...]:
-    return tuple(_nvrtc().getSupportedArchs())
-
-
 def _targeted(options: tuple[str, ...]) -> tuple[str, ...]:
     """The options, with PTX of the nearest older architecture where NVRTC lacks the asked one."""
     found = re.fullmatch(r"--gpu-architecture=sm_(\d+)([af]?)", options[0])
     if found is None:
         raise CompileError(f"{options[0]}: say --gpu-architecture=sm_90 or the like")
     arch, exact = int(found[1]), bool(found[2])
-    if arch in _supported():
+    known = compiler().archs
+    if arch in known:
         return options
-    older = [a for a in _supported() if a < arch]
-    version = ".".join(map(str, _nvrtc_version()))
+    older = [a for a in known if a < arch]
+    version = ".".join(map(str, compiler().version))
     if exact or not older:
         raise CompileError(
             f"NVRTC {version} cannot compile for sm_{found[1]}{found[2]}; it knows "
-            f"{', '.join(map(str, _supported()))}. Install another nvidia-cuda-nvrtc"
+            f"{', '.join(map(str, known))}. Install another nvidia-cuda-nvrtc"
         )
     warnings.warn(
         f"NVRTC {version} does not know sm_{arch}; using PTX of compute_{older[-1]}, which the "

@@ -1,4 +1,4 @@
-"""Every ``CUPYFLASH_*`` environment variable. No other file reads the environment."""
+"""Every ``CUPYFLASH_*`` environment variable, and the few others. No other file reads them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 __all__ = [
     "cache_dir",
     "check",
+    "cuda_places",
     "debug",
     "default_cache_dir",
     "fa_version",
@@ -55,3 +56,8 @@ def default_cache_dir() -> Path:
     """The user's cache folder (``XDG_CACHE_HOME``, else ``~/.cache``) with ``cupyflash`` in it."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "cupyflash"
+
+
+def cuda_places() -> tuple[str, ...]:
+    """Where CuPy looks for CUDA's libraries besides its own packages."""
+    return tuple(os.environ.get(name, "") for name in ("CUDA_PATH", "CUDA_HOME", "LD_LIBRARY_PATH"))
