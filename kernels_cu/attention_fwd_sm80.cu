@@ -14,13 +14,16 @@ extern "C" __global__ void __launch_bounds__(kThreads, AttentionVariant::kBlocks
   using Kernel = Forward<AttentionVariant>;
   // The last blocks of a causal request see the most keys: they start first.
   const u32 blocks = gridDim.x / p.heads_kv;
-  const int kv_head = static_cast<int>(blockIdx.x / blocks);
   const int block = static_cast<int>(blocks - 1 - blockIdx.x % blocks);
   Segment found;
+  found.kv_head = static_cast<int>(blockIdx.x / blocks);
   if (!find_segment<Kernel::kRows>(p, block, blockIdx.z, found)) return;
+  const float scale = score_scale(p, found.request.index, found.kv_head);
+  found.scale = fabsf(scale) * (AttentionVariant::kScoreMod ? 1.f : kLog2e);
+  found.negate = scale < 0.f;
   // Read where it is needed: registers are for fragments.
   __shared__ Segment segment;
   if (threadIdx.x == 0) segment = found;
   __syncthreads();
-  Kernel(p, segment, kv_head, smem).run();
+  Kernel(p, segment, smem).run();
 }

@@ -53,6 +53,7 @@ NEVER_SPLIT = 1 << 30
 _THREADS = 128
 _SMALLEST_CHUNK = 128
 _LARGEST_WORKSPACE = 1 << 28
+_STATIC_BYTES = 256  # of shared memory that a kernel takes besides its tiles, at most
 _MOST_SPLITS = 128  # as the combine kernel has it
 _WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
 _BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
@@ -139,11 +140,16 @@ class _Tile:
         )
 
 
-def _shapes(cache: ScalarType, head_dim: int, score_mod: bool) -> tuple[tuple[int, int], ...]:
-    """(row tiles a warp, warps that split keys) that there are: as far as registers reach."""
+def _shapes(
+    arch: str, cache: ScalarType, head_dim: int, score_mod: bool
+) -> tuple[tuple[int, int], ...]:
+    """(row tiles a warp, warps that split keys) that there are: as far as registers reach.
+
+    Two row tiles of head size 128 take all 255 of them; compilers for 8.x need one more.
+    """
     if head_dim > 128:
         return ((1, 1),)
-    if cache.is_fp8 or (head_dim == 128 and score_mod):
+    if cache.is_fp8 or (head_dim == 128 and (score_mod or arch.startswith("sm_8"))):
         return ((1, 4), (1, 1))
     return ((1, 4), (1, 1), (2, 1))
 
@@ -162,7 +168,7 @@ def attention_variants(arch: str) -> Iterator[Variant]:
     for compute, cache in _CACHES:
         for head_dim, head_dim_v in _BUCKETS:
             for score_mod in (False, True):
-                for shape in _shapes(cache, head_dim, score_mod):
+                for shape in _shapes(arch, cache, head_dim, score_mod):
                     tile = _Tile(compute, cache, head_dim, head_dim_v, *shape)
                     yield tile.variant(arch, score_mod)
     yield _combine_variant(arch)
@@ -209,7 +215,7 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
     nbytes = _largest_workspace(problem, info)
     forwards = {plan.forward.variant: plan.forward}
     score_mod, arch = _score_mod(problem), native_arch(info.capability)
-    for tile in _tiles(problem).values():
+    for tile in _tiles(problem, info).values():
         if tile.key_warps == 1 or not problem.batch_invariant:
             variant = tile.variant(arch, score_mod)
             forwards.setdefault(
@@ -228,7 +234,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     most = min(problem.num_splits or _MOST_SPLITS, _MOST_SPLITS)
     rows = problem.total_q * problem.num_heads_q * most
     if not problem.num_splits:
-        full = (tile.rows * _resident(tile, info) for tile in _tiles(problem).values())
+        full = (tile.rows * _resident(tile, info) for tile in _tiles(problem, info).values())
         rows = min(rows, _WAVES * max(full))
     return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
 
@@ -242,21 +248,23 @@ def _score_mod(problem: AttentionProblem) -> bool:
     return problem.softcap > 0 or problem.has_alibi
 
 
-def _tiles(problem: AttentionProblem) -> dict[tuple[int, int], _Tile]:
-    """The tiles of a problem's types and head sizes by (row tiles a warp, warps over keys)."""
-    cache = problem.kv_type
+def _tiles(problem: AttentionProblem, info: DeviceInfo) -> dict[tuple[int, int], _Tile]:
+    """The tiles that serve a problem on a device, by (row tiles a warp, warps over keys)."""
+    cache, arch = problem.kv_type, native_arch(info.capability)
     head_dim, head_dim_v = next(
         b for b in _BUCKETS if problem.head_dim <= b[0] and problem.head_dim_v <= b[1]
     )
     compute = FP16 if cache.is_fp8 else cache
-    return {
+    tiles = {
         shape: _Tile(compute, cache, head_dim, head_dim_v, *shape)
-        for shape in _shapes(cache, head_dim, _score_mod(problem))
+        for shape in _shapes(arch, cache, head_dim, _score_mod(problem))
     }
+    room = info.smem_optin - _STATIC_BYTES
+    return {shape: tile for shape, tile in tiles.items() if tile.smem_bytes <= room}
 
 
 def _choose_tile(problem: AttentionProblem, info: DeviceInfo) -> _Tile:
-    tiles = _tiles(problem)
+    tiles = _tiles(problem, info)
     rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
     if rows <= 16 and (1, 4) in tiles and not problem.batch_invariant:
         return tiles[1, 4]

@@ -19,10 +19,13 @@ struct KeyRange {
 
 struct Segment {
   Request request;
+  int kv_head;
   int row_begin, row_end;  // of the request's q_len * group
   int kv_begin, kv_end;
   int free_begin, free_end;  // keys that no row masks
-  int slot;  // of the partial result; -1: the result itself
+  int slot;     // of the partial result; -1: the result itself
+  float scale;  // of the scores, without its sign
+  bool negate;  // the queries, for a negative scale
 };
 
 __device__ __forceinline__ Request load_request(const AttentionParams &p, int i) {

@@ -17,7 +17,8 @@ struct RowInfo {
 template <bool kNarrow>
 struct Rows {
   const RowInfo *first;  // this lane's row (0, 0)
-  float common;          // scale of the scores of all rows
+  const float &common;   // scale of the scores of all rows: to base 2, or to natural units where a
+                         // modification comes in between
 
   __device__ __forceinline__ const RowInfo &at(int i, int h) const { return first[i * 16 + h * 8]; }
 

@@ -53,23 +53,24 @@ struct Forward {
 
   const AttentionParams &p;
   const Segment &s;
-  const int kv_head;
+  const int &kv_head;
   char *const smem;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int first_row = warp / kKeyWarps * 16 * kRowTiles;  // of this warp, in the tile
   const int first_key = warp % kKeyWarps * kWarpKeys;
-  const float signed_scale;
-  const Side keys, values;
 
-  __device__ __forceinline__ Forward(const AttentionParams &p, const Segment &s, int kv_head,
-                                     char *smem)
+  __device__ __forceinline__ Forward(const AttentionParams &p, const Segment &s, char *smem)
       : p(p),
         s(s),
-        kv_head(kv_head),
-        smem(smem),
-        signed_scale(score_scale(p, s.request.index, kv_head)),
-        keys{p.k + kv_head * p.k_head_stride, p.head_dim, p.k_vectorised != 0},
-        values{p.v + kv_head * p.v_head_stride, p.head_dim_v, p.v_vectorised != 0} {}
+        kv_head(s.kv_head),
+        smem(smem) {}
+
+  __device__ __forceinline__ Side keys() const {
+    return {p.k + kv_head * p.k_head_stride, p.head_dim, p.k_vectorised != 0};
+  }
+  __device__ __forceinline__ Side values() const {
+    return {p.v + kv_head * p.v_head_stride, p.head_dim_v, p.v_vectorised != 0};
+  }
 
   __device__ __forceinline__ KeyRows<kKeys> *key_rows(int stage) const {
     return reinterpret_cast<KeyRows<kKeys> *>(smem + kRowsAt) + stage;
@@ -88,14 +89,22 @@ struct Forward {
     }
   }
 
+  // A number hidden from the compiler where registers are scarce: it would keep the addresses of
+  // all fragments and chunks otherwise.
+  __device__ __forceinline__ static int fresh(int number) {
+    if constexpr (kD == 128 && kRowTiles == 2) asm volatile("" : "+r"(number));
+    return number;
+  }
+
   // 16-bit rows to a tile; what lies outside of the segment or the head is zero.
   template <int kDim>
   __device__ __forceinline__ void copy_tile(const Side &side, const i64 *row_offset,
                                             char *tile) const {
     constexpr int kChunks = kDim / 8;
+    const int thread = fresh(static_cast<int>(threadIdx.x));
 #pragma unroll(kDim == 128 && kRowTiles == 2 ? 2 : 4)
     for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-      const int index = threadIdx.x + i * kThreads, row = index / kChunks, chunk = index % kChunks;
+      const int index = thread + i * kThreads, row = index / kChunks, chunk = index % kChunks;
       const i64 offset = row_offset[row];
       const bool inside = offset != kNoRow && chunk * 8 < side.dim;
       const char *from = side.base + (inside ? offset + chunk * 16 : 0);
@@ -164,14 +173,6 @@ struct Forward {
     return smem + kValuesAt + stage * kValueBytes;
   }
 
-  // The lane, hidden from the compiler where registers are scarce: it would keep the addresses of
-  // all fragments otherwise.
-  __device__ __forceinline__ int fresh_lane() const {
-    int fresh = lane;
-    if constexpr (kD == 128 && kRowTiles == 2) asm volatile("" : "+r"(fresh));
-    return fresh;
-  }
-
   __device__ __forceinline__ void load_query(int step, int lane, u32 (&a)[kRowTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -192,7 +193,7 @@ struct Forward {
   // scores = queries * keys^T
   __device__ __forceinline__ void score(int stage, const Queries &queries,
                                         float (&out)[kRowTiles][kScoreTiles][4]) const {
-    const int lane = fresh_lane();
+    const int lane = fresh(threadIdx.x % 32);
     const u32 k = shared_address(key_tile(stage));
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -232,7 +233,7 @@ struct Forward {
   __device__ __forceinline__ void accumulate(int stage,
                                              const float (&weight)[kRowTiles][kScoreTiles][4],
                                              Accumulator &acc) const {
-    const int lane = fresh_lane();
+    const int lane = fresh(threadIdx.x % 32);
     const u32 v = shared_address(value_tile(stage));
 #pragma unroll
     for (int step = 0; step < kWarpKeys / 16; ++step) {
@@ -272,9 +273,8 @@ struct Forward {
     Accumulator acc = {};
     Softmax<kRowTiles> state;
     state.clear();
-    const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4,
-                                  fabsf(signed_scale) * (V::kScoreMod ? 1.f : kLog2e)};
-    const int begin = s.kv_begin / kKeys, end = (s.kv_end + kKeys - 1) / kKeys;
+    const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4, s.scale};
+    const int begin = s.kv_begin / kKeys;
     if (s.kv_begin < s.kv_end) {
       const int first_block = block_of(begin), second_block = block_of(begin + 1);
       write_rows(0, begin, first_block);
@@ -282,14 +282,14 @@ struct Forward {
       __syncthreads();
       load_first();
       load_queries<V::kCompute, V::kWiden, kD, kRows>(
-          p, s, kv_head, signed_scale < 0.f, smem, row_info());
+          p, s, kv_head, s.negate, smem, row_info());
       cp_async_wait<0>();
       __syncthreads();
       const Queries queries = hold_queries();
       const bool idle = s.row_begin + first_row >= s.row_end;
       int stage = 0;
-      for (int tile = begin; tile < end; ++tile) {
-        step(tile, stage, tile + 1 < end, idle, queries, rows, state, acc);
+      for (int tile = begin; tile * kKeys < s.kv_end; ++tile) {
+        step(tile, stage, (tile + 1) * kKeys < s.kv_end, idle, queries, rows, state, acc);
         stage ^= 1;
       }
     }
@@ -300,13 +300,13 @@ struct Forward {
     if constexpr (V::kWiden) {
       Fetched<kD> k;
       Fetched<kDv> v;
-      fetch_tile(keys, key_rows(0)->k, k);
-      fetch_tile(values, key_rows(0)->v, v);
+      fetch_tile(keys(), key_rows(0)->k, k);
+      fetch_tile(values(), key_rows(0)->v, v);
       widen_tile(k, key_tile(0));
       widen_tile(v, value_tile(0));
     } else {
-      copy_tile<kD>(keys, key_rows(0)->k, key_tile(0));
-      copy_tile<kDv>(values, key_rows(0)->v, value_tile(0));
+      copy_tile<kD>(keys(), key_rows(0)->k, key_tile(0));
+      copy_tile<kDv>(values(), key_rows(0)->v, value_tile(0));
     }
   }
 
@@ -320,10 +320,10 @@ struct Forward {
     Fetched<V::kWiden ? kDv : 64> next_values;
     if (more) {
       if constexpr (V::kWiden) {
-        if constexpr (!kLate) fetch_tile(keys, key_rows(next)->k, next_keys);
+        if constexpr (!kLate) fetch_tile(keys(), key_rows(next)->k, next_keys);
       } else {
-        copy_tile<kD>(keys, key_rows(next)->k, key_tile(next));
-        copy_tile<kDv>(values, key_rows(next)->v, value_tile(next));
+        copy_tile<kD>(keys(), key_rows(next)->k, key_tile(next));
+        copy_tile<kDv>(values(), key_rows(next)->v, value_tile(next));
       }
     }
     const int later_block = block_of(tile + 2);
@@ -332,7 +332,7 @@ struct Forward {
     if constexpr (V::kWiden && !kLate) {
       if (more) {
         widen_tile(next_keys, key_tile(next));
-        fetch_tile(values, key_rows(next)->v, next_values);
+        fetch_tile(values(), key_rows(next)->v, next_values);
       }
     }
     if (!idle) {
@@ -363,9 +363,9 @@ struct Forward {
     if constexpr (V::kWiden) {
       if (more) {
         if constexpr (kLate) {
-          fetch_tile(keys, key_rows(next)->k, next_keys);
+          fetch_tile(keys(), key_rows(next)->k, next_keys);
           widen_tile(next_keys, key_tile(next));
-          fetch_tile(values, key_rows(next)->v, next_values);
+          fetch_tile(values(), key_rows(next)->v, next_values);
         }
         widen_tile(next_values, value_tile(next));
       }

@@ -1,0 +1,141 @@
+"""The portable attention kernels on the emulator, through the public function."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulator import emulated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.runtime.attention_plan import make_attention_plan
+from cupyflash.runtime.device import DeviceInfo
+from cupyflash.testing import Case
+from cupyflash.testing.strategies import cases
+
+HEAD_DIMS = st.sampled_from([64, 8, 80, 96, 128, 160, 192, 256])
+ANY = cases(head_dim=HEAD_DIMS, head_dim_v=st.sampled_from([None, 64, 128]))
+OPTIONS = {"num_splits": st.sampled_from([0, 1, 2, 5]), "batch_invariant": st.booleans()}
+
+
+def on_kernels(case):
+    """float32 attention is NumPy's alone."""
+    return case.replace(q_type="fp16", kv_type="fp16") if case.q_type == "fp32" else case
+
+
+def bits(results):
+    return [array.tobytes() for array in results]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@settings(max_examples=30)
+@given(case=ANY, order=st.integers(0, 9), **OPTIONS)
+def test_any_case_in_any_order_of_warps(arch, case, order, num_splits, batch_invariant):
+    with emulated(arch, seed=order):
+        on_kernels(case).make().check(
+            flash_attn_varlen_func, num_splits=num_splits, batch_invariant=batch_invariant
+        )
+
+
+TILES = {
+    "decode": Case(lengths=((1, 200), (1, 0), (1, 63)), num_heads_kv=2, group_size=4, page_size=16),
+    "rows of 64": Case(lengths=((20, 90), (3, 7)), num_heads_kv=1, group_size=2, causal=True),
+    "rows of 128": Case(lengths=((150, 10),), num_heads_kv=4, causal=True),
+}
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("types", [("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3")])
+@pytest.mark.parametrize("name", TILES)
+def test_every_tile(name, types, head_dim):
+    case = TILES[name].replace(head_dim=head_dim, q_type=types[0], kv_type=types[1])
+    with emulated("sm_80", num_sms=2):
+        case.make().check(flash_attn_varlen_func)
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 8])
+@pytest.mark.parametrize("window", [(-1, -1), (40, 0), (100, 30)])
+def test_splits_that_some_rows_do_not_reach(num_splits, window):
+    case = Case(
+        lengths=((3, 500), (1, 64), (2, -1), (1, 127)), num_heads_kv=2, group_size=2, sink=True,
+        page_size=16, window_size=window, q_type="bf16", kv_type="bf16",
+    )  # fmt: skip
+    with emulated("sm_80"):
+        case.make().check(flash_attn_varlen_func, num_splits=num_splits)
+
+
+def test_bounds_that_are_too_large_change_nothing_but_the_split():
+    """As in a captured graph: lengths far below the bounds."""
+    case = Case(lengths=((1, 70), (1, 5)), page_size=16, q_type="fp16", kv_type="fp16")
+    inputs = case.make()
+    inputs.args.update(max_seqlen_q=64, max_seqlen_k=100_000)
+    with emulated("sm_80"):
+        inputs.check(flash_attn_varlen_func)
+
+
+def test_batch_invariant_bits_do_not_depend_on_bounds_or_splits():
+    case = Case(lengths=((5, 300), (1, 90)), group_size=4, page_size=16, q_type="bf16",
+                kv_type="bf16", causal=True)  # fmt: skip
+    with emulated("sm_80"):
+        right = case.make().call(flash_attn_varlen_func, batch_invariant=True)
+        for bound, splits in ((305, 8), (4096, 0), (4096, 1)):
+            inputs = case.make()
+            inputs.args.update(max_seqlen_k=bound, max_seqlen_q=bound)
+            found = inputs.call(flash_attn_varlen_func, batch_invariant=True, num_splits=splits)
+            assert bits(found) == bits(right)
+
+
+def test_large_queries_over_an_8_bit_cache():
+    """bf16 queries past the range of fp16, in which the products are computed."""
+    inputs = Case(lengths=((3, 20),), q_type="bf16", kv_type="e4m3", softmax_scale=1e-6).make()
+    inputs.args["q"][...] = (inputs.args["q"].astype(np.float32) * 1e5).astype(
+        inputs.args["q"].dtype
+    )
+    with emulated("sm_80"):
+        inputs.check(flash_attn_varlen_func)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_scale_of_any_sign(scale, softcap):
+    case = Case(lengths=((4, 90),), q_type="fp16", kv_type="fp16", softmax_scale=scale,
+                softcap=softcap, causal=True)  # fmt: skip
+    with emulated("sm_80"):
+        case.make().check(flash_attn_varlen_func)
+
+
+H200 = DeviceInfo("H200", 0, (9, 0), 132, 227 << 10)
+
+
+def plan_of(**changes):
+    from cupyflash.bounds import AttentionBounds
+
+    given = {"batch_size": 1, "max_seqlen_q": 1, "max_seqlen_k": 8192, "num_heads_q": 32,
+             "num_heads_kv": 8, "headdim": 128, "page_size": 16}  # fmt: skip
+    limit, info = changes.pop("limit", 1 << 28), changes.pop("info", H200)
+    return make_attention_plan(AttentionBounds(**{**given, **changes}).problem(), info, limit)
+
+
+def test_a_small_batch_is_split_and_a_large_one_is_not():
+    assert plan_of().splits > 8
+    assert plan_of(batch_size=1024).splits == 1
+    assert plan_of(num_splits=1).splits == plan_of(batch_invariant=True).splits == 1
+    assert plan_of(num_splits=3).splits == 3
+    assert plan_of(max_seqlen_k=32).splits == 1
+
+
+def test_splits_fit_the_workspace_that_is_given():
+    for limit in (0, 20_000, 100_000, 1 << 20):
+        plan = plan_of(limit=limit)
+        assert plan.forward.workspace_bytes <= limit
+        assert plan.splits * plan.chunk >= 8192
+
+
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])
+def test_shared_memory_fits_the_smallest_device(capability):
+    info = DeviceInfo("small", 0, capability, 80, 99 << 10)
+    for head_dim, head_dim_v in ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)):
+        for tokens in (1, 8, 4096):
+            plan = plan_of(headdim=head_dim, headdim_v=head_dim_v, max_seqlen_q=tokens, info=info)
+            assert plan.forward.smem_bytes <= info.smem_optin - 256
