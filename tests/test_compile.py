@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pickle
+import re
 import shutil
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from cupyflash.runtime.merge_plan import MERGE_PARAMS, merge_variant
 from cupyflash.runtime.nvrtc import compiler
 from cupyflash.runtime.params import ParamsLayout
 from cupyflash.runtime.variant import Variant
+from cupyflash.runtime.variants import all_variants
 from cupyflash.runtime.write_plan import write_variant
 
 VARIANT = merge_variant("sm_90", BF16, BF16)
@@ -216,3 +218,30 @@ def test_files_and_clear(cache):
     assert kept.files() == [path]
     assert kept.clear() == 1
     assert not kept.files()
+
+
+INCLUDES = {
+    "core": {"core"},
+    "arch": {"core", "arch"},
+    "block": {"core", "block"},
+    "mainloop": {"core", "arch", "block", "mainloop"},
+}
+
+
+def test_the_direction_of_includes():
+    root = SOURCES.kernel_root()
+    for path in root.glob("*/*.cuh"):
+        folder = path.parent.name
+        for line in path.read_text().splitlines():
+            if found := re.match(r'#include "(?:(\w+)/)?\w+\.cuh"', line):
+                assert (found[1] or folder) in INCLUDES[folder], f"{path.name}: {line}"
+
+
+def test_macros_are_read_in_one_file_only():
+    root = SOURCES.kernel_root()
+    names = {name for variant in all_variants("sm_90") for name, _ in variant.defines}
+    for path in [*root.glob("*.cu"), *root.glob("*/*.cuh")]:
+        if path.name != "variant.cuh":
+            text = re.sub(r"//.*", "", path.read_text())
+            assert not set(re.findall(r"\b[A-Z][A-Z_]+\b", text)) & names, path.name
+            assert not re.search(r"^\s*#\s*(if|ifdef|ifndef|elif)\b", text, re.M), path.name
