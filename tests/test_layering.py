@@ -16,7 +16,16 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # Each layer may import itself and those before it.
 LAYERS = ("runtime", "cpu", "public", "testing", "top")
 TOP = {"backends", "backend", "bench", "__main__", "distributed"}
-WITH_CUPY = {"compile", "launch", "device", "cupy_device", "tensor_map", "workspace", "arrays"}
+WITH_CUPY = {
+    "compile",
+    "nvrtc",
+    "launch",
+    "device",
+    "cupy_device",
+    "tensor_map",
+    "workspace",
+    "arrays",
+}
 
 
 def module_of(path):
