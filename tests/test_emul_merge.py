@@ -182,3 +182,30 @@ def test_sinks_of_any_type(kind):
     sinks[...] = (rng.standard_normal(5) * 10).astype(sinks.dtype)
     out, lse, _ = merge(prefix, suffix, s_aux=sinks)
     expect_merge(prefix, suffix, out_dtype="fp32", s_aux=sinks).check(out, lse)
+
+
+@pytest.mark.parametrize("where", ["start", "token stride", "head stride"])
+def test_outputs_that_are_not_aligned(where):
+    rng = np.random.default_rng(9)
+    prefix, suffix = (state(rng, 9, 5, 64) for _ in range(2))
+    right, right_lse, _ = merge(prefix, suffix)
+    if where == "start":
+        out = device_array(right.nbytes + 8)[8:].view(right.dtype).reshape(right.shape)
+    elif where == "token stride":
+        out = device_array((9, 5 * 64 + 4), right.dtype)[:, : 5 * 64].reshape(9, 5, 64)
+        assert out.base is not None
+    else:
+        out = device_array((9, 5, 68), right.dtype)[..., :64]
+    lse = device_array(right_lse.shape, np.float32)
+    with emulated(ARCH):
+        merge_attn_states(out, *prefix, *suffix, lse)
+    assert out.tobytes() == right.tobytes()
+
+
+def test_an_output_that_runs_backwards_over_an_input_is_refused():
+    rng = np.random.default_rng(10)
+    buffer = device_array((8, 2, 64), np.float16, fill=1)
+    prefix, suffix = (state(rng, 4, 2, 64, "fp16") for _ in range(2))
+    with emulated(ARCH), pytest.raises(ValueError, match="output overlaps prefix_output"):
+        merge_attn_states(buffer[5:1:-1], buffer[:4], prefix[1], *suffix)
+    assert (buffer == 1).all()

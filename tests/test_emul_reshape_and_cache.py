@@ -147,3 +147,45 @@ def test_values_are_divided_by_the_scale_not_multiplied_by_its_inverse(arch):
     with emulated(arch):
         reshape_and_cache_flash(key, key, *caches, slots, "fp8", scales, scales)
     assert caches[0].tobytes() == caches[1].tobytes() == right.tobytes()
+
+
+def odd_view(shape, kind, offset=2):
+    """A view that starts ``offset`` bytes past a multiple of 256."""
+    count = int(np.prod(shape)) * DTYPES[kind].itemsize
+    return device_array(count + offset)[offset:].view(DTYPES[kind]).reshape(shape)
+
+
+HEADS_FIRST = (0, 2, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda shape: device_array(shape, DTYPES["bf16"]),
+        lambda shape: odd_view(shape, "bf16"),
+        lambda shape: odd_view(shape, "bf16", 8),
+        lambda shape: device_array([shape[i] for i in HEADS_FIRST], DTYPES["bf16"]).transpose(
+            HEADS_FIRST
+        ),
+        lambda shape: device_array((*shape[:3], 200), DTYPES["bf16"])[..., 4:196],
+        lambda shape: device_array((*shape[:3], 200), DTYPES["bf16"])[..., 8:200],
+    ],
+    ids=["plain", "odd", "half", "heads first", "half strides", "strides"],
+)
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("kind", ["bf16", "fp32"])
+def test_long_rows_to_caches_of_any_layout(make, side, kind):
+    rng = np.random.default_rng(5)
+    shape = (2, 3, 40, 192)
+    caches = [device_array(shape, DTYPES["bf16"]), make(shape)]
+    key, value = (tokens_of(rng, 4, 40, 192, kind) for _ in range(2))
+    slots = np.array([5, -1, 0, 2], np.int32)
+    right = [
+        write_oracle(new, cache, slots) for new, cache in zip((key, value), caches, strict=True)
+    ]
+    order = slice(None, None, 1 if side else -1)  # which of key and value has the layout
+    news, pools = (key, value)[order], caches[order]
+    with emulated("sm_80"):
+        reshape_and_cache_flash(*news, *pools, slots, "auto", 1.0, 1.0)
+    for cache, expected in zip(caches, right, strict=True):
+        assert cache.tobytes() == expected.tobytes()
