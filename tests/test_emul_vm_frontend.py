@@ -172,3 +172,31 @@ def test_parser_reads_declarations():
     assert module.symbols["s"].dynamic
     assert [p.nbytes for p in module.functions["e"].params] == [8, 24]
     assert module.functions["e"].items == [("loc", "1 3 0"), ("do", "ret")]
+
+
+CONVERSIONS = {  # PTX lets a wider register stand for a narrower type in cvt
+    "cvt.s64.s32 %0, %1;": lambda x: x.astype(np.int32).astype(np.int64),
+    "cvt.u64.u32 %0, %1;": lambda x: x & 0xFFFFFFFF,
+    "cvt.u64.u16 %0, %1;": lambda x: x & 0xFFFF,
+    "cvt.s32.s8 %0, %1;": lambda x: x.astype(np.int8).astype(np.int64),
+    "cvt.u32.u64 %0, %1;": lambda x: x & 0xFFFFFFFF,
+}
+
+
+@pytest.mark.parametrize("text", CONVERSIONS)
+def test_conversions_from_and_to_wider_registers(text):
+    values = device_array(32, np.uint64, np.arange(32, dtype=np.uint64) * 0x1_0000_3001_F0FF)
+    values[::3] += np.uint64(0x4100_0000)
+    out = device_array(32, np.int64)
+    asm = f'long long y; asm("{text}" : "=l"(y) : "l"(x[threadIdx.x])); o[threadIdx.x] = y;'
+    run(HEAD + f"(const long long* x, long long* o) {{ {asm} }}", [values, out])
+    expected = CONVERSIONS[text](values)
+    if "s32.s8" in text or "u32" in text:  # what is above the type is not the result's
+        out, expected = out.astype(np.uint32), expected.astype(np.uint32)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_a_wider_register_is_refused_where_ptxas_refuses_it():
+    asm = 'long long y = 0; asm volatile("add.u32 %0, %0, 1;" : "+l"(y));'
+    with pytest.raises(PtxError, match="64 bits|operand"):
+        program(HEAD + f"(int* o) {{ {asm} *o = int(y); }}")

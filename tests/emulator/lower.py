@@ -79,10 +79,21 @@ def plain(low: Lowering, mnemonic: str, parts: list[str], args: list[str], scope
         _, letters, allowed = op
         if letters == "*" or "m" in letters or len(letters) != len(flat) or flags & ~allowed:
             continue
+        if parts[0] == "cvt" and wider(letters, flat, scope):
+            continue
         name = mnemonic if mnemonic in low.table else ".".join(kept)
         low.emit(name, signature(low, letters, flat, scope), flags, found.index(op))
         return True
     return False
+
+
+def wider(letters: str, args: list[str], scope: Scope) -> bool:
+    """Whether a 64-bit register stands for a narrower type, as PTX allows in cvt (not in moves)."""
+    regs = [scope.register(a) for a in args]
+    return any(
+        letter in "Rr" and reg is not None and reg.width == 2
+        for letter, reg in zip(letters, regs, strict=True)
+    )
 
 
 def signature(low: Lowering, letters: str, args: list[str], scope: Scope) -> list[Any]:

@@ -156,8 +156,8 @@ class Names:
         reg = scope.register(text)
         if reg is None or (reg.width == 0) != (width == 0):
             raise PtxError(f"destination {text} of {self.text}")
-        if width == 2 and reg.width == 1:
-            raise PtxError(f"destination {text} of {self.text} has 32 bits")
+        if reg.width != width:
+            raise PtxError(f"destination {text} of {self.text} has {32 * reg.width} bits")
         return (reg, DEF)
 
     def pointer(self, text: str, scope: Scope) -> list[Any]:

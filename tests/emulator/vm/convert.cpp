@@ -19,13 +19,13 @@ struct Value {
   bool integer;
 };
 
-static long double load(Warp& w, int slot, int t, int l, bool ftz) {
+static long double load(Warp& w, int slot, bool wide, int t, int l, bool ftz) {
   if (width(t) == 64) {
     const u64 v = w.d(slot)[l];
     if (t == FP64) return unpack<f64>(v);
     return t == S64 ? (long double)s64(v) : (long double)v;
   }
-  const u32 v = w.r(slot)[l];
+  const u32 v = wide ? u32(w.d(slot)[l]) : w.r(slot)[l];  // of a wider register, the low bits
   switch (t) {
     case U8: return uint8_t(v);
     case S8: return int8_t(v);
@@ -78,7 +78,7 @@ static Step cvt(Warp& w, const Insn& in, uint32_t m) {
   const Rounding mode = round == RZ ? kToZero : round == RM ? kDown : round == RP ? kUp : kNearest;
   u64 out[32] = {};
   each_lane(m, [&](int l) {
-    const long double v = load(w, in.arg[1], ta, l, ftz);
+    const long double v = load(w, in.arg[1], in.arg[6], ta, l, ftz);
     if (!is_float(td)) {
       if (is_float(ta)) {
         out[l] = float_to_int(v, td, round);
