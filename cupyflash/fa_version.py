@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from .runtime import env
+from .runtime.cupy_import import load_cupy
 from .runtime.device import active_device, device_for
 from .runtime.dtypes import BF16, E4M3, FP16, parse_fp8
 from .runtime.problem import AttentionProblem
@@ -145,7 +146,7 @@ def current_capability() -> tuple[Capability | None, str]:
         return device.info.capability, ""
     otherwise = "NumPy arrays are computed on the CPU"
     try:
-        import cupy
+        cupy = load_cupy()
     except ImportError:
         return None, f"CuPy is not installed, so no GPU can be used; {otherwise}"
     if cupy.cuda.runtime.is_hip:

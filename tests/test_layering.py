@@ -15,13 +15,14 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each layer may import itself and those before it.
 LAYERS = ("runtime", "cpu", "public", "testing", "top")
-TOP = {"backends", "backend", "bench", "__main__", "distributed"}
+TOP = {"backends", "backend", "bench", "cli", "__main__", "distributed"}
 WITH_CUPY = {
     "compile",
     "nvrtc",
     "launch",
     "device",
     "cupy_device",
+    "cupy_import",
     "tensor_map",
     "workspace",
     "arrays",

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from batches import arguments, attend, check, mean_batch, random_batch, rounding, run, starts
+from graphs import capture
 
 from cupyflash import (
     cascade_attention,
@@ -128,6 +129,16 @@ def test_b55_softcap_in_cascade(path):
         out, q, k[:, None], v[:, None], path.array(starts([1])), 1, path.array(starts([1])), one,
         one, 2, 0.125, None, (-1, -1), 1.0, table, 1, 0, None,
     )  # fmt: skip
+    np.testing.assert_allclose(path.host(out), RIGHT, rtol=rounding(path), atol=1e-6)
+
+
+def test_b55_softcap_when_a_graph_is_replayed(path):
+    q, k, v = capped(path)
+    out, lengths = path.array(np.full(q.shape, np.nan, q.dtype)), [starts([1]), starts([2])]
+    args = (1, path.array(lengths[0]), 2, path.array(lengths[1]))
+    graph = capture(path, lambda: flash_attn_varlen_func(q, k, v, *args, softcap=1.0, out=out))
+    out[...] = np.nan
+    graph.replay()
     np.testing.assert_allclose(path.host(out), RIGHT, rtol=rounding(path), atol=1e-6)
 
 

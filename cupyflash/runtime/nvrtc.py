@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from . import env
 from .cubin_cache import cubin_cache
+from .cupy_import import load_cupy
 from .errors import CompileError
 
 __all__ = ["Compiler", "compiler", "load_nvrtc"]
@@ -39,9 +40,10 @@ def load_nvrtc() -> Any:
         There is no CuPy, or no NVRTC.
     """
     try:
-        from cupy.cuda import nvrtc
-
+        nvrtc = load_cupy().cuda.nvrtc
         nvrtc.getVersion()
+    except CompileError:
+        raise
     except Exception as error:  # CuPy raises ImportError, RuntimeError or its own, by version
         raise CompileError(
             f"NVRTC is not available ({error}); pip install 'cupyflash[cuda13]' or [cuda12]"
