@@ -36,33 +36,37 @@ def recalled_logits(tokens: np.ndarray) -> np.ndarray:
 class Recall:
     """Stands for the model; see the module's text."""
 
-    xp = np
     config = CONFIG
 
     def __init__(self) -> None:
         self.failures = 0
         self.steps: list[int] = []
 
-    def forward(self, batch: Batch, cache: KVCache) -> np.ndarray:
+    def runner(self, cache: KVCache, *limits: Any) -> Any:
+        return lambda batch: self.compute(batch, cache)
+
+    def compute(self, batch: Batch, cache: KVCache) -> np.ndarray:
         if self.failures:
             self.failures -= 1
             raise MemoryError("planted")
         keys = cache.layers[0][0].reshape(-1)
-        assert len(set(batch.slots.tolist())) == len(batch.slots)
-        assert batch.slots.min() >= 0
-        keys[batch.slots] = batch.tokens
+        step = batch.common
+        slots = step.slot_mapping
+        assert len(set(slots.tolist())) == len(slots) == step.num_actual_tokens
+        assert slots.min() >= 0
+        keys[slots] = batch.tokens
         self.steps.append(len(batch.tokens))
         rows = {int(row): i for i, row in enumerate(batch.logit_rows)}
         found = np.empty((len(rows), VOCABULARY), np.float32)
-        starts = batch.cu_seqlens_q
+        starts = step.query_start_loc
         assert starts[-1] == len(batch.tokens)
-        assert int(np.diff(starts).max()) == batch.max_seqlen_q
-        assert int(batch.seqused_k.max()) == batch.max_seqlen_k
-        for request, length in enumerate(batch.seqused_k):
+        assert int(np.diff(starts).max()) == step.max_query_len
+        assert int(step.seq_lens.max()) == step.max_seq_len
+        for request, length in enumerate(step.seq_lens):
             first, end = int(starts[request]), int(starts[request + 1])
             assert list(batch.positions[first:end]) == list(range(length - end + first, length))
             places = np.arange(length)
-            blocks = batch.block_table[request, places // BLOCK]
+            blocks = step.block_table_tensor[request, places // BLOCK]
             assert blocks.min() >= 0
             seen = keys[blocks * BLOCK + places % BLOCK]
             if end - 1 in rows:

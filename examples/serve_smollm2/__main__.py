@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+import numpy as np
+
 from .config import Config
 from .device import choose_device
 from .gguf_file import GGUFFile, find_smollm2
@@ -37,6 +39,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--blocks", type=int, default=256, help="KV cache blocks of 16 tokens")
     parser.add_argument("--token-budget", type=int, default=256, help="most tokens of a step")
     parser.add_argument("--no-sharing", action="store_true", help="share no prompt blocks")
+    parser.add_argument("--no-graphs", action="store_true", help="capture no CUDA graphs")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     return parser.parse_args()
 
@@ -64,6 +67,7 @@ def _serve(options: argparse.Namespace) -> None:
         tokenizer.stop_tokens,
         token_budget=options.token_budget,
         sharing=not options.no_sharing,
+        graphs=xp is not np and not options.no_graphs,
     )
     requests = [
         engine.add(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+
+from cupyflash.backend import CommonAttentionMetadata
 
 __all__ = ["Batch", "BatchBuffers"]
 
@@ -19,27 +21,66 @@ class Batch:
     Attributes
     ----------
     tokens, positions : array [T], int64
-    slots : array [T], int64
-        Where each token's key and value go in the cache.
-    cu_seqlens_q : array [requests + 1], int32
-    seqused_k : array [requests], int32
-        Keys of each request, the new ones included.
-    block_table : array [requests, max_blocks], int32
-        -1 behind a request's blocks.
     logit_rows : array [n], int64
         The tokens whose successor is wanted.
-    max_seqlen_q, max_seqlen_k : int
+    common : CommonAttentionMetadata
     """
 
     tokens: Array
     positions: Array
-    slots: Array
-    cu_seqlens_q: Array
-    seqused_k: Array
-    block_table: Array
     logit_rows: Array
-    max_seqlen_q: int
-    max_seqlen_k: int
+    common: CommonAttentionMetadata
+
+    @property
+    def decodes(self) -> bool:
+        """Every request computes one token, and wants the next."""
+        return self.common.max_query_len == 1 and len(self.logit_rows) == self.common.num_reqs
+
+    @classmethod
+    def empty(cls, max_blocks: int) -> Batch:
+        """A decode batch of no requests, to be padded."""
+        none, starts = np.zeros(0, np.int64), np.zeros(1, np.int32)
+        common = CommonAttentionMetadata(
+            query_start_loc=starts,
+            seq_lens=np.zeros(0, np.int32),
+            num_reqs=0,
+            num_actual_tokens=0,
+            max_query_len=1,
+            max_seq_len=0,
+            block_table_tensor=np.zeros((0, max_blocks), np.int32),
+            slot_mapping=none,
+        )
+        return cls(none, none, none, common)
+
+    def padded(self, size: int, max_seq_len: int) -> Batch:
+        """A decode batch of NumPy arrays with requests of no tokens up to ``size``.
+
+        Parameters
+        ----------
+        size : int
+        max_seq_len : int
+            The bound that a captured step was planned for.
+        """
+        common, more = self.common, size - self.common.num_reqs
+        lengths = np.pad(common.seq_lens, (0, more))
+        starts = np.pad(common.query_start_loc, (0, more), "edge")
+        return Batch(
+            tokens=np.pad(self.tokens, (0, more)),
+            positions=np.pad(self.positions, (0, more)),
+            logit_rows=np.pad(self.logit_rows, (0, more)),
+            common=replace(
+                common,
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=lengths,
+                seq_lens_cpu=lengths,
+                num_reqs=size,
+                num_actual_tokens=size,
+                max_seq_len=max_seq_len,
+                block_table_tensor=np.pad(common.block_table_tensor, ((0, more), (0, 0))),
+                slot_mapping=np.pad(common.slot_mapping, (0, more), constant_values=-1),
+            ),
+        )
 
 
 class BatchBuffers:
@@ -53,22 +94,28 @@ class BatchBuffers:
         self._arrays = {
             "tokens": xp.zeros(max_tokens, np.int64),
             "positions": xp.zeros(max_tokens, np.int64),
-            "slots": xp.zeros(max_tokens, np.int64),
-            "cu_seqlens_q": xp.zeros(max_requests + 1, np.int32),
-            "seqused_k": xp.zeros(max_requests, np.int32),
-            "block_table": xp.zeros((max_requests, max_blocks), np.int32),
             "logit_rows": xp.zeros(max_requests, np.int64),
+            "slot_mapping": xp.zeros(max_tokens, np.int64),
+            "query_start_loc": xp.zeros(max_requests + 1, np.int32),
+            "seq_lens": xp.zeros(max_requests, np.int32),
+            "block_table_tensor": xp.zeros((max_requests, max_blocks), np.int32),
         }
 
     def load(self, batch: Batch) -> Batch:
         """Copy a batch of NumPy arrays in; the same batch over the buffers."""
-        found = {}
-        for name in (f.name for f in fields(Batch) if f.name in self._arrays):
-            values = getattr(batch, name)
-            view = self._arrays[name][: len(values)]
-            if isinstance(view, np.ndarray):
-                view[...] = values
-            elif view.size:
-                view.set(np.ascontiguousarray(values, view.dtype))
-            found[name] = view
-        return replace(batch, **found)
+        common = batch.common
+        names = ("query_start_loc", "seq_lens", "block_table_tensor", "slot_mapping")
+        return Batch(
+            self._copy("tokens", batch.tokens),
+            self._copy("positions", batch.positions),
+            self._copy("logit_rows", batch.logit_rows),
+            replace(common, **{name: self._copy(name, getattr(common, name)) for name in names}),
+        )
+
+    def _copy(self, name: str, values: np.ndarray) -> Array:
+        view = self._arrays[name][: len(values)]
+        if isinstance(view, np.ndarray):
+            view[...] = values
+        elif view.size:
+            view.set(np.ascontiguousarray(values, view.dtype))
+        return view

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from cupyflash.backend import AttentionSelectorConfig
 
 from .gguf_file import GGUFFile
 
@@ -36,3 +39,7 @@ class Config:
             rope_base=file["llama.rope.freq_base"],
             epsilon=file["llama.attention.layer_norm_rms_epsilon"],
         )
+
+    def asked_of_attention(self, dtype: Any) -> AttentionSelectorConfig:
+        """What the layers need, for `get_attn_backend`."""
+        return AttentionSelectorConfig(head_size=self.head_dim, dtype=dtype)

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-import cupyflash
+from cupyflash.backends import get_attn_backend
 
 from .config import Config
 
-__all__ = ["choose_device"]
+__all__ = ["capability_of", "choose_device"]
 
 
 def choose_device(asked: str, config: Config) -> tuple[Any, str]:
@@ -37,6 +37,14 @@ def choose_device(asked: str, config: Config) -> tuple[Any, str]:
     return np, f"the CPU (NumPy, float32; {reason})"
 
 
+def capability_of(xp: Any) -> tuple[int, int] | None:
+    """Compute capability of the current GPU; None for NumPy."""
+    if xp is np:
+        return None
+    digits = xp.cuda.Device().compute_capability
+    return int(digits[:-1]), int(digits[-1])
+
+
 def _why_no_gpu(config: Config) -> str:
     try:
         import cupy
@@ -44,14 +52,8 @@ def _why_no_gpu(config: Config) -> str:
         return "CuPy is not installed"
     if not cupy.is_available():
         return "CuPy finds no CUDA device"
-    q = cupy.zeros((1, config.heads, config.head_dim), np.float16)
-    cache = cupy.zeros((1, 16, config.kv_heads, config.head_dim), np.float16)
-    starts, lengths = cupy.array([0, 1], np.int32), cupy.array([1], np.int32)
-    table = cupy.zeros((1, 1), np.int32)
-    try:  # one tiny call, because a release may lack the kernels for this GPU
-        cupyflash.flash_attn_varlen_func(
-            q, cache, cache, 1, starts, 1, seqused_k=lengths, block_table=table, causal=True
-        )
-    except NotImplementedError as refusal:
+    try:
+        get_attn_backend(config.asked_of_attention(np.float16), capability_of(cupy))
+    except ValueError as refusal:
         return str(refusal)
     return ""

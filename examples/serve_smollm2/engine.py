@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 
 import numpy as np
 
-from .batch import BatchBuffers
 from .block_allocator import BlockAllocator
 from .kv_cache import KVCache
 from .model import Model
@@ -33,6 +32,8 @@ class Engine:
         Most requests of one step.
     sharing : bool
         Whether requests with the same beginning share its blocks.
+    graphs : bool
+        Whether decode steps are replayed as CUDA graphs; needs a GPU.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Engine:
         token_budget: int = 256,
         max_requests: int = 64,
         sharing: bool = True,
+        graphs: bool = False,
     ) -> None:
         if token_budget < 1 or max_requests < 1:
             raise ValueError(
@@ -56,7 +58,7 @@ class Engine:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of arrival
         self._max_blocks = -(-self.capacity // cache.block_size)
-        self._buffers = BatchBuffers(model.xp, token_budget, max_requests, self._max_blocks)
+        self.run_batch = model.runner(cache, token_budget, max_requests, self._max_blocks, graphs)
 
     def add(self, tokens: Sequence[int], sampling: Sampling) -> Request:
         """Queue a request.
@@ -116,9 +118,8 @@ class Engine:
         if not work:
             return Step(0, 0, [])
         try:
-            batch = self._buffers.load(make_batch(work, self.cache.block_size, self._max_blocks))
-            logits = self.model.forward(batch, self.cache)
-            logits = logits if isinstance(logits, np.ndarray) else logits.get()
+            batch = make_batch(work, self.cache.block_size, self._max_blocks)
+            logits = self.run_batch(batch)
         except BaseException:
             self.allocator.withdraw(published)  # their keys may not have been written
             for item in reversed(work):

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cupyflash.backend import CommonAttentionMetadata
+
 from .batch import Batch
 from .request import Request
 
@@ -61,15 +63,21 @@ def make_batch(work: Sequence[Work], block_size: int, max_blocks: int) -> Batch:
         first = item.request.computed
         tokens += item.request.tokens[first : first + item.count]
     blocks = table[owner, positions // block_size].astype(np.int64)
-    ends = starts + counts
+    first_rows, ends = cu_seqlens_q.astype(np.int32), (starts + counts).astype(np.int32)
     return Batch(
         tokens=np.array(tokens, np.int64),
         positions=positions,
-        slots=blocks * block_size + positions % block_size,
-        cu_seqlens_q=cu_seqlens_q.astype(np.int32),
-        seqused_k=ends.astype(np.int32),
-        block_table=table,
         logit_rows=cu_seqlens_q[1:][[item.gives_token for item in work]] - 1,
-        max_seqlen_q=int(counts.max()),
-        max_seqlen_k=int(ends.max()),
+        common=CommonAttentionMetadata(
+            query_start_loc=first_rows,
+            query_start_loc_cpu=first_rows,
+            seq_lens=ends,
+            seq_lens_cpu=ends,
+            num_reqs=len(work),
+            num_actual_tokens=len(tokens),
+            max_query_len=int(counts.max()),
+            max_seq_len=int(ends.max()),
+            block_table_tensor=table,
+            slot_mapping=blocks * block_size + positions % block_size,
+        ),
     )
