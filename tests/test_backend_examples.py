@@ -39,6 +39,45 @@ def test_a_shared_prefix_changes_no_step_of_the_engine():
         assert 0 < difference <= 2 * 2**-11
 
 
+@pytest.mark.parametrize("requests", range(1, 17))
+def test_a_padded_step_is_the_plain_one(requests):
+    module = load("05_cuda_graphs")
+    engine = module.GraphEngine(np, max_reqs=16, max_len=64)
+    assert module.compare(engine, requests, (1, 2, 4, 8, 16))
+
+
+@pytest.fixture(scope="module")
+def graphs():
+    import cupy
+
+    module = load("05_cuda_graphs")
+    engine = module.GraphEngine(cupy)
+    engine.capture(module.SIZES)
+    return module, engine
+
+
+@pytest.mark.gpu
+def test_every_batch_size_replays_with_the_bits_of_the_eager_step(graphs):
+    module, engine = graphs
+    for requests in (*range(1, 257), *range(256, 0, -17)):
+        assert module.compare(engine, requests, module.SIZES), requests
+
+
+@pytest.mark.gpu
+def test_a_replay_reads_what_the_last_build_wrote(graphs):
+    """Another step's lengths and blocks give another answer: the comparison above can fail."""
+    _, engine = graphs
+    one, other = engine.random_step(24), engine.random_step(24)
+    other = {
+        **one,
+        "seq_lens": other["seq_lens"],
+        "block_table_tensor": other["block_table_tensor"],
+    }
+    with engine.stream:
+        assert engine.replay(one).tobytes() != engine.replay(other).tobytes()
+        assert engine.replay(other).tobytes() == engine.eager(other, 24).tobytes()
+
+
 @pytest.fixture(scope="module")
 def minilm():
     return load("04_minilm_embeddings")

@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
         ("01_paged_attention.py", ["prompts of [5, 40, 17] tokens", "step 3: [9, 44, 21] keys"]),
         ("02_property_test.py", ["within the bound", "Causal mask off by one", "request 0"]),
         ("03_backend_engine.py", ["decode 1: 40 tokens, 256 shared keys read once"]),
+        ("05_cuda_graphs.py", ["equal the"]),
     ],
 )
 def test_example(name, words, capsys):
@@ -31,4 +32,5 @@ def test_every_numbered_example_is_listed():
         "02_property_test.py",
         "03_backend_engine.py",
         "04_minilm_embeddings.py",
+        "05_cuda_graphs.py",
     ]
