@@ -1,0 +1,137 @@
+"""What block/spans.cuh should find, in plain Python; and a kernel that shows what it does find."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+
+import numpy as np
+from emulator import EmulatedDevice, device_array
+
+from cupyflash.runtime.attention_plan import ATTENTION_PARAMS
+from cupyflash.runtime.decode_params import DECODE_PARAMS, LARGEST_SCAN
+from cupyflash.runtime.kernel_source import kernel_root, kernel_source
+from cupyflash.runtime.variant import Variant
+
+KERNEL = """
+#include "core/variant.cuh"
+#include "block/spans.cuh"
+
+// [spans + 1] begins, then for every tile of the line its owner and its request.
+struct Found { i32 *begins, *owners, *requests, *table; };
+
+extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
+    const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
+    const __grid_constant__ Found found) {
+  __shared__ i32 scratch[8], own[513];
+  BatchTotals totals = {};
+  const i32 *prefix = own;
+  if (d.prefix) {
+    prefix = d.prefix;
+    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2]};
+  } else {
+    totals = add_up<128, 4>(p, d, 0, p.batch, totals, own, scratch);
+  }
+  const Spans spans(d, p.batch, prefix, totals);
+  if (blockIdx.x == 0) {
+    for (int i = threadIdx.x; i <= p.batch; i += 128) found.table[i] = prefix[i];
+    if (threadIdx.x == 0) {
+      found.table[p.batch + 1] = totals.alike, found.table[p.batch + 2] = totals.largest;
+    }
+    for (int i = threadIdx.x; i <= d.spans; i += 128) found.begins[i] = spans.begin(p, d, i);
+    for (int i = threadIdx.x; i < totals.tiles; i += 128) {
+      found.owners[i] = d.most_pieces == 1 ? 0 : spans.owner(i);
+      found.requests[i] = spans.find(i);
+    }
+  }
+}
+"""
+
+
+@dataclass
+class Rules:
+    """A batch and how it is to be cut."""
+
+    q_lens: list[int]
+    kv_lens: list[int]
+    window: tuple[int, int] = (-1, -1)
+    group: int = 1
+    units: int = 1
+    spans: int = 8
+    tile_shift: int = 4
+    row_block: int = 8
+    fewest_tiles: int = 1
+    align_most: int = 1 << 30
+    most_pieces: int = 0
+    most_rows: int = 1 << 30
+
+    def segments(self):
+        """(request, tiles) of every segment that has tiles, in the order of the line."""
+        found = []
+        for i, (q, kv) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            rows, (left, right) = q * self.group, self.window
+            begin = max(0, kv - q - left) if left >= 0 else 0
+            end = min(kv, kv + right) if right >= 0 else kv
+            if not 0 < rows <= self.most_rows or end <= begin:
+                continue
+            tiles = ((end - 1) >> self.tile_shift) - (begin >> self.tile_shift) + 1
+            found += [(i, tiles)] * (-(-rows // self.row_block) * self.units)
+        return found
+
+
+@dataclass
+class Found:
+    """What the kernel found: see ``KERNEL``."""
+
+    begins: np.ndarray
+    owners: np.ndarray
+    requests: np.ndarray
+    table: np.ndarray
+
+
+class SpanProbe:
+    """Runs the kernel; a table of ``schedule.cu`` first if it is asked for."""
+
+    def __init__(self, folder, arch):
+        shutil.copytree(kernel_root(), folder, dirs_exist_ok=True)
+        (folder / "probe.cu").write_text(KERNEL)
+        self.device = EmulatedDevice(arch)
+        self.programs = {}
+        size = (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),)
+        for source in ("probe.cu", "schedule.cu"):
+            variant = Variant(source, source[:-3], arch, size)
+            module = self.device.compile_source(*kernel_source(variant, folder), source)
+            self.programs[source] = module.program(variant.symbol)
+
+    def run(self, rules: Rules, with_table: bool = False) -> Found:
+        batch = len(rules.q_lens)
+        starts = np.cumsum([0, *rules.q_lens]).astype(np.int32)
+        lengths = np.array(rules.kv_lens, np.int32)
+        params = dict.fromkeys(ATTENTION_PARAMS.names, 0)
+        params.update(
+            cu_seqlens_q=starts.ctypes.data, seqused_k=lengths.ctypes.data, batch=batch,
+            group=rules.group, window_left=rules.window[0], window_right=rules.window[1],
+        )  # fmt: skip
+        attention = ATTENTION_PARAMS.pack(*params.values())
+        table = device_array(batch + 3, np.int32)
+        arrays = [starts, lengths, table]
+        use_table = with_table or batch > LARGEST_SCAN
+        if use_table:
+            decode = self._decode(rules, table.ctypes.data)
+            program = self.programs["schedule.cu"]
+            self.device.run(program, (1,), (1024,), 0, (attention, decode), arrays)
+        total = sum(tiles for _, tiles in rules.segments())
+        sizes = (rules.spans + 1, total, total, batch + 3)
+        out = [device_array(max(n, 1), np.int32) for n in sizes]
+        pointers = np.array([tuple(a.ctypes.data for a in out)], "<4u8")
+        decode = self._decode(rules, table.ctypes.data if use_table else 0)
+        program = self.programs["probe.cu"]
+        values = (attention, decode, pointers)
+        self.device.run(program, (1,), (128,), 0, values, arrays + out)
+        return Found(*(a[:n] for a, n in zip(out, sizes, strict=True)))
+
+    def _decode(self, rules: Rules, prefix: int) -> np.ndarray:
+        values = dict.fromkeys(DECODE_PARAMS.names, 0)
+        values.update({n: getattr(rules, n) for n in DECODE_PARAMS.names if hasattr(rules, n)})
+        values["prefix"] = prefix
+        return DECODE_PARAMS.pack(*values.values())
