@@ -1,7 +1,7 @@
 """The benchmark: cases, floors and roofs, timing, and peers where they are installed."""
 
 from .cases import BenchCase, bench_cases
-from .record import header, table
+from .record import cells, columns, header, table, write_csv, write_json
 from .roofs import H200, Roofs, floor_seconds
 from .run import run_bench
 
@@ -10,8 +10,12 @@ __all__ = [
     "BenchCase",
     "Roofs",
     "bench_cases",
+    "cells",
+    "columns",
     "floor_seconds",
     "header",
     "run_bench",
     "table",
+    "write_csv",
+    "write_json",
 ]

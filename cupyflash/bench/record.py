@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import csv
 import hashlib
+import json
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["header", "kernels_digest", "table"]
+__all__ = [
+    "cells",
+    "columns",
+    "driver_version",
+    "header",
+    "kernels_digest",
+    "table",
+    "write_csv",
+    "write_json",
+]
 
 Row = Mapping[str, Any]
 
@@ -29,13 +40,18 @@ def header(kernels: Path) -> dict[str, str]:
     properties = runtime.getDeviceProperties(cp.cuda.Device().id)
     return {
         "gpu": properties["name"].decode(),
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": driver_version(),
         "cuda": str(runtime.runtimeGetVersion()),
         "nvrtc": ".".join(map(str, cp.cuda.nvrtc.getVersion())),
         "cupy": cp.__version__,
         "commit": _output("git", "-C", str(kernels), "describe", "--always", "--dirty"),
         "kernels_cu": kernels_digest(kernels),
     }
+
+
+def driver_version() -> str:
+    """As ``nvidia-smi`` gives it; "unknown" where it is missing."""
+    return _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
 def _output(*command: str) -> str:
@@ -46,24 +62,50 @@ def _output(*command: str) -> str:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else "unknown"
 
 
-def table(rows: Iterable[Row]) -> str:
-    """One line a case: floor, best peer, ours, and the ratio that counts (peer / ours)."""
-    lines = [
-        f"{'case':38}{'floor us':>10}{'ours us':>10}{'of roof':>9}{'best peer us':>22}{'ratio':>7}"
+def columns() -> list[str]:
+    """Headings of `cells`."""
+    return ["case", "floor µs", "ours µs", "of roof", "best peer", "µs", "peer / ours"]
+
+
+def cells(row: Row) -> list[str]:
+    """One case as text, "" where there is no figure."""
+    times, floor = dict(row["us"]), row["floor_us"]
+    ours = times.pop("cupyflash", None)
+    peer = min(times, key=times.__getitem__, default="")
+    return [
+        row["case"],
+        f"{floor:.1f}",
+        f"{ours:.1f}" if ours else "",
+        f"{floor / ours:.0%}" if ours else "",
+        peer,
+        f"{times[peer]:.1f}" if peer else "",
+        f"{times[peer] / ours:.2f}" if peer and ours else "",
     ]
+
+
+def table(rows: Iterable[Row]) -> str:
+    """One line a case, and one for each provider that was skipped."""
+    lines = ["{:38}{:>10}{:>10}{:>9}  {:10}{:>10}{:>13}".format(*columns())]
     for row in rows:
-        times = dict(row["us"])
-        ours, best = (
-            times.pop("cupyflash", None),
-            min(times.items(), key=lambda x: x[1], default=None),
-        )
-        floor = row["floor_us"]
-        cells = [
-            f"{row['case']:38}{floor:10.1f}",
-            f"{ours:10.1f}{floor / ours:9.0%}" if ours else f"{'-':>10}{'-':>9}",
-            f"{best[0] + ' ' + format(best[1], '.1f'):>22}" if best else f"{'-':>22}",
-            f"{best[1] / ours:7.2f}" if best and ours else f"{'-':>7}",
-        ]
-        lines.append("".join(cells))
+        lines.append("{:38}{:>10}{:>10}{:>9}  {:10}{:>10}{:>13}".format(*cells(row)))
         lines += [f"    {name}: {reason}" for name, reason in row["skipped"].items()]
     return "\n".join(lines)
+
+
+def write_json(path: Path, about: Mapping[str, Any], rows: Iterable[Row]) -> None:
+    """Header and rows."""
+    path.write_text(json.dumps({"header": about, "rows": list(rows)}, indent=1))
+
+
+def write_csv(path: Path, rows: Iterable[Row]) -> None:
+    """One line a case and provider, times in microseconds."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(
+            ("case", "provider", "us", "host_us", "floor_us", "of_roof", "flops", "bytes")
+        )
+        for row in rows:
+            for name, us in row["us"].items():
+                floor = row["floor_us"]
+                figures = (us, row["host_us"].get(name, ""), floor, floor / us)
+                writer.writerow((row["case"], name, *figures, row["flops"], row["bytes"]))

@@ -11,14 +11,17 @@ from .cases import BenchCase, bench_cases
 from .inputs import BenchInputs
 from .peers import PEERS, prepare_peer
 from .providers import NoKernelError, cupyflash
-from .roofs import H200, Roofs, floor_seconds, measure_roofs
-from .timing import Prepared, host_seconds, interleave, prepare, seconds_of
+from .roofs import Roofs, floor_seconds, roofs_here
+from .timing import Prepared, host_seconds, interleave, prepare
 
 __all__ = ["run_bench"]
 
 
 def run_bench(
-    only: str = "", providers: Sequence[str] = ("cupyflash",), peers_folder: Path | None = None
+    only: str = "",
+    providers: Sequence[str] = ("cupyflash",),
+    peers_folder: Path | None = None,
+    roofs: Roofs | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Time each case; yields one row as soon as it is done.
 
@@ -30,13 +33,15 @@ def run_bench(
         ``cupyflash`` and any of ``PEERS``.
     peers_folder : Path, optional
         Where the peers' shared objects lie.
+    roofs : Roofs, optional
+        Of this GPU; those of `roofs_here` if None.
 
     Yields
     ------
     dict
         ``case``, ``floor_us``, ``us`` and ``host_us`` per provider, and ``skipped`` with reasons.
     """
-    roofs = _roofs()
+    roofs = roofs_here()[0] if roofs is None else roofs
     for case in bench_cases(only):
         # Enough copies of the inputs that the 60 MB of L2 hold none of them.
         copies = max(1, min(4, int(2e8 / max(case.bytes_moved, 1)) + 1))
@@ -78,13 +83,6 @@ def _time_case(
         "host_us": host,
         "skipped": skipped,
     }
-
-
-def _roofs() -> Roofs:
-    import cupy as cp
-
-    name = cp.cuda.runtime.getDeviceProperties(cp.cuda.Device().id)["name"]
-    return H200 if b"H200" in name else measure_roofs(seconds_of)
 
 
 def _free_memory(inputs: list[BenchInputs]) -> None:

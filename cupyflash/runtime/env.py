@@ -14,6 +14,7 @@ __all__ = [
     "fa_version",
     "lineinfo",
     "no_compile",
+    "settings",
 ]
 
 
@@ -61,3 +62,8 @@ def default_cache_dir() -> Path:
 def cuda_places() -> tuple[str, ...]:
     """Where CuPy looks for CUDA's libraries besides its own packages."""
     return tuple(os.environ.get(name, "") for name in ("CUDA_PATH", "CUDA_HOME", "LD_LIBRARY_PATH"))
+
+
+def settings() -> dict[str, str]:
+    """Every ``CUPYFLASH_*`` variable that is set."""
+    return {name: text for name, text in os.environ.items() if name.startswith("CUPYFLASH_")}

@@ -18,6 +18,13 @@ class ParamsLayout:
 
     Fields are named ``(name, kind)`` with kind ``ptr i64 u64 i32 u32 f32``, in an order in which
     each is aligned as it is, so that C++ and Python agree: no padding inside, the size padded to 8.
+
+    Attributes
+    ----------
+    names : tuple of str
+    fields : tuple of (str, str, int)
+        Name, kind and offset in bytes.
+    nbytes : int
     """
 
     def __init__(self, *fields: tuple[str, str]) -> None:
@@ -26,6 +33,7 @@ class ParamsLayout:
             if sum(sizes[:i]) % sizes[i]:
                 raise AssertionError(f"{name} is not aligned to {sizes[i]} bytes")
         self.names = tuple(name for name, _ in fields)
+        self.fields = tuple((*field, sum(sizes[:i])) for i, field in enumerate(fields))
         pad = -sum(sizes) % 8
         self._struct = struct.Struct("=" + "".join(_CODES[kind] for _, kind in fields) + "x" * pad)
         self._parts: dict[int, struct.Struct] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 __all__ = ["H200", "Roofs", "roofs_of"]
 
@@ -23,6 +23,10 @@ class Roofs:
     copy: float
     dense16: float
     dense8: float
+
+    def as_dict(self) -> dict[str, float]:
+        """The rates by name."""
+        return asdict(self)
 
     def seconds(self, nbytes: int, flops: int, eight_bit: bool) -> float:
         """No kernel that moves these bytes and does these FLOPs is much faster."""

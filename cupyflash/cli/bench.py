@@ -1,0 +1,107 @@
+"""``bench``: the standard cases on this GPU, beside their floors and beside peers."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cupyflash.bench import bench_cases, cells, columns, header, run_bench, write_csv, write_json
+from cupyflash.bench.peers import PEERS
+from cupyflash.bench.roofs import roofs_here
+from cupyflash.runtime.cupy_import import load_cupy
+from cupyflash.runtime.kernel_source import kernel_root
+
+from .terminal import CommandError, print_pairs, print_table, progress
+
+__all__ = ["add", "run"]
+
+
+def add(commands: Any) -> None:
+    """Add the command to a parser's."""
+    parser = commands.add_parser("bench", help="time the standard cases on this GPU")
+    parser.add_argument("--only", default="", help="comma-separated parts of case names")
+    parser.add_argument("--peers", default="", help=f"comma-separated, of {', '.join(PEERS)}")
+    parser.add_argument("--peers-folder", type=Path, help="folder with fa3.so, flashmla.so")
+    parser.add_argument(
+        "--roofs", choices=("auto", "measured"), default="auto",
+        help="auto = those recorded for GPUs of this name, measured here where there are none",
+    )  # fmt: skip
+    parser.add_argument("--json", type=Path, help="write header and rows here")
+    parser.add_argument("--csv", type=Path, help="write a row a case here")
+    parser.add_argument("--plot", type=Path, help="draw shares of the roof here (.png, .svg, .pdf)")
+    parser.add_argument("--list", action="store_true", help="name the cases and stop")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Time the cases and print their table."""
+    cases = bench_cases(options.only)
+    if not cases:
+        raise CommandError(f"--only {options.only}: no case has that in its name; see --list")
+    if options.list:
+        print("\n".join(case.name for case in cases))
+        return 0
+    peers = [name for name in options.peers.split(",") if name]
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown:
+        raise CommandError(f"--peers {', '.join(unknown)}: those known are {', '.join(PEERS)}")
+    _need_gpu()
+    if options.plot:
+        _need_matplotlib()
+    about: dict[str, Any] = header(kernel_root())
+    roofs, source = roofs_here(measure=options.roofs == "measured")
+    about["roofs"] = {"from": source, **roofs.as_dict()}
+    print_pairs((name, _text(value)) for name, value in about.items())
+    timed = run_bench(options.only, ["cupyflash", *peers], options.peers_folder, roofs)
+    rows: list[Mapping[str, Any]] = []
+    try:
+        rows += progress(timed, len(cases), "bench")
+    finally:  # what is done is kept when the rest is interrupted
+        _report(options, about, rows)
+    return 0
+
+
+def _report(
+    options: argparse.Namespace, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    print_table(columns(), [cells(row) for row in rows])
+    for row in rows:
+        for name, reason in row["skipped"].items():
+            print(f"{row['case']}, {name}: {reason}")
+    if options.json:
+        write_json(options.json, about, rows)
+    if options.csv:
+        write_csv(options.csv, rows)
+    if options.plot and rows:
+        from cupyflash.bench.plot import plot
+
+        plot(options.plot, about, rows)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return str(value)
+    return ", ".join(
+        f"{name} {part:.3g}" if isinstance(part, float) else f"{name} {part}"
+        for name, part in value.items()
+    )
+
+
+def _need_gpu() -> None:
+    try:
+        cupy = load_cupy()
+    except ImportError as error:
+        raise CommandError(
+            "bench needs a GPU and CuPy: pip install 'cupyflash[cuda13]' or [cuda12]"
+        ) from error
+    if not cupy.is_available():
+        raise CommandError("bench needs a GPU, and CuPy finds none; see `cupyflash info`")
+
+
+def _need_matplotlib() -> None:
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise CommandError("--plot needs matplotlib: pip install 'cupyflash[cli]'") from error

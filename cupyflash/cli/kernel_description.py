@@ -1,0 +1,177 @@
+"""What a host without Python needs to launch a compiled kernel.
+
+Rules are C expressions on integers (``/`` cuts off), with ``min``, ``max`` and ``ceil_div`` as
+functions; names are fields of the params struct or those of ``where``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from cupyflash.runtime.attention_plan import ATTENTION_PARAMS, NEVER_SPLIT
+from cupyflash.runtime.merge_plan import MERGE_PARAMS
+from cupyflash.runtime.params import ParamsLayout
+from cupyflash.runtime.variant import Variant
+from cupyflash.runtime.write_plan import WRITE_PARAMS
+
+__all__ = ["DESCRIPTIONS", "KernelDescription", "described", "struct_of"]
+
+_STRIDES = "strides are in bytes"
+_ITEM_BYTES = {0: 4, 1: 2, 2: 2, 3: 1, 4: 1}  # by ScalarType code
+
+
+@dataclass(frozen=True, slots=True)
+class KernelDescription:
+    """How the kernels of one source are launched.
+
+    Attributes
+    ----------
+    struct : str
+        Name of the params struct, passed by value as the only parameter.
+    layout : ParamsLayout
+    where : dict of str to str
+        Names that rules use, in order; each may use fields and those before it.
+    block, grid : tuple of str
+        Rules for x, y, z.
+    smem_bytes : str
+        Dynamic shared memory. Above 48 KiB a function must be allowed it first
+        (``CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES``).
+    fixed : dict of str to int
+        Fields that these rules rely on.
+    notes : tuple of str
+    """
+
+    struct: str
+    layout: ParamsLayout
+    where: dict[str, str]
+    block: tuple[str, str, str]
+    grid: tuple[str, str, str]
+    smem_bytes: str = "0"
+    fixed: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = (_STRIDES,)
+
+
+def _merge(variant: Variant) -> KernelDescription:
+    itemsize = _ITEM_BYTES[dict(variant.defines)["IN_TYPE"]]
+    return KernelDescription(
+        "MergeParams",
+        MERGE_PARAMS,
+        {
+            "steps": f"max(1, head_dim / (1 + {16 // itemsize - 1} * vectorised))",
+            "threads": "min(steps, 256)",
+            "rows": "min(min(256 / threads, 64), ceil_div(tokens, 4))",
+        },
+        ("threads", "1", "rows"),
+        ("ceil_div(tokens, 4 * rows)", "heads", "1"),
+        notes=(
+            _STRIDES,
+            "vectorised = 1 where every row of prefix_out, suffix_out starts at a multiple of 16 "
+            "bytes, every row of out at one of 16 elements' bytes at most 16, else 0",
+            "null pointers: out_lse, sink, out_scale; prefix_tokens = tokens as a rule",
+            "nothing is launched where tokens, heads or head_dim is 0",
+        ),
+    )
+
+
+def _write(variant: Variant) -> KernelDescription:
+    itemsize = _ITEM_BYTES[dict(variant.defines)["IN_TYPE"]]
+    return KernelDescription(
+        "CacheWriteParams",
+        WRITE_PARAMS,
+        {
+            "dim": "max(key_head_dim, value_head_dim)",
+            "steps": f"ceil_div(max(1, dim / (1 + {16 // itemsize - 1} * vectorised)), 4)",
+            "threads": "min(steps, 128)",
+            "rows": "min(min(128 / threads, 64), ceil_div(num_tokens, 2))",
+        },
+        ("threads", "1", "rows"),
+        ("ceil_div(num_tokens, 2 * rows)", "heads", "2"),
+        notes=(
+            _STRIDES,
+            "block_inverse = ceil(2^64 / block_size) modulo 2^64; num_slots = blocks * block_size",
+            "wide_slots = 1 for int64 slots, 0 for int32; negative slots are skipped",
+            "vectorised = 1 where every row of a source starts at a multiple of 16 bytes and every "
+            "row of a cache at one of what 16 bytes of source become, else 0",
+            "nothing is launched where num_tokens, heads or head_dim is 0",
+        ),
+    )
+
+
+def _attention(variant: Variant) -> KernelDescription:
+    defines = dict(variant.defines)
+    rows = 64 * defines["ROW_TILES"] // defines["KEY_WARPS"]
+    return KernelDescription(
+        "AttentionParams",
+        ATTENTION_PARAMS,
+        {"blocks": "batch * blocks_a_request"},
+        ("128", "1", "1"),
+        ("heads_kv * blocks", "1", "1"),
+        str(defines["SMEM_NBYTES"]),
+        {"row_block": rows, "chunk": NEVER_SPLIT},
+        (
+            _STRIDES,
+            f"blocks_a_request = ceil_div(max_seqlen_q * group, {rows}); group = heads_q / "
+            "heads_kv",
+            "keys are not split: partial_out and partial_lse are null",
+            "packed keys: block_table and seqused_k null, page_size 1, k_block_stride 0; paged "
+            "keys: cu_seqlens_k null, k_token_stride within a block",
+            "window_left, window_right: -1 = open; causal is (-1, 0)",
+            "q_vectorised, k_vectorised, v_vectorised = 1 where every row starts at a multiple of "
+            "8 elements' bytes, out_vectorised of 4 bytes, else 0",
+            "q_type, out_type, sink_type: 0 fp32, 1 fp16, 2 bf16, 3 e4m3, 4 e5m2",
+            "softmax_scale includes the descales of q and k that are numbers, v_scale is that of v",
+            f"head_dim at most {defines['HEAD_DIM']}, head_dim_v at most {defines['HEAD_DIM_V']}",
+        ),
+    )
+
+
+DESCRIPTIONS: dict[str, Callable[[Variant], KernelDescription]] = {
+    "merge_attn_states.cu": _merge,
+    "reshape_and_cache.cu": _write,
+    "attention_fwd_sm80.cu": _attention,
+}
+"""By source. A kernel that is missing needs tables which the host library makes."""
+
+_C_TYPES = {
+    "ptr": "uint64_t", "i64": "int64_t", "u64": "uint64_t",
+    "i32": "int32_t", "u32": "uint32_t", "f32": "float",
+}  # fmt: skip
+
+
+def described(variant: Variant, file: str) -> dict[str, Any]:
+    """The description of one kernel as plain values."""
+    found = DESCRIPTIONS[variant.source](variant)
+    return {
+        "symbol": variant.symbol,
+        "file": file,
+        "arch": variant.arch,
+        "source": variant.source,
+        "defines": dict(variant.defines),
+        "params": {
+            "struct": found.struct,
+            "nbytes": found.layout.nbytes,
+            "fields": [
+                {"name": name, "type": _C_TYPES[kind], "offset": offset, "pointer": kind == "ptr"}
+                for name, kind, offset in found.layout.fields
+            ],
+            "fixed": found.fixed,
+        },
+        "where": found.where,
+        "block": list(found.block),
+        "grid": list(found.grid),
+        "dynamic_smem_bytes": found.smem_bytes,
+        "notes": list(found.notes),
+    }
+
+
+def struct_of(description: KernelDescription) -> str:
+    """The params struct in C; pointers are device addresses."""
+    lines = [f"  {_C_TYPES[kind]} {name};" for name, kind, _ in description.layout.fields]
+    text = "\n".join(lines)
+    size = f"_Static_assert(sizeof({description.struct}) == {description.layout.nbytes}"
+    return (
+        f"typedef struct {{\n{text}\n}} {description.struct};\n"
+        f'{size}, "{description.struct} has padding");\n'
+    )

@@ -1,0 +1,294 @@
+"""The command line, without a GPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from test_fa_version import gpu
+
+import cupyflash
+from cupyflash.bench import H200, bench_cases
+from cupyflash.cli import bench, check, main, terminal
+from cupyflash.runtime.cubin_cache import CubinCache
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("CUPYFLASH_CACHE_DIR", str(folder))
+    folder.mkdir(mode=0o700)
+    return CubinCache(folder)
+
+
+@pytest.fixture
+def no_rich(monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "rich"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "rich", None)
+    terminal._rich.cache_clear()
+    yield
+    terminal._rich.cache_clear()
+
+
+def run(capsys, *arguments, status=0):
+    assert main(arguments) == status
+    found = capsys.readouterr()
+    return found.out if status == 0 else found.err
+
+
+def test_as_a_module_and_from_anywhere(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "cupyflash", "cache", "where"], cwd=tmp_path, capture_output=True,
+        text=True, timeout=60, check=True,
+        env={"PYTHONPATH": str(ROOT), "CUPYFLASH_CACHE_DIR": str(tmp_path / "kernels")},
+    )  # fmt: skip
+    assert done.stdout == f"{tmp_path / 'kernels'}\n"
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    command = f"{sys.executable} -m cupyflash bench --list | head -n 1"
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60,
+        cwd=ROOT, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["info", "bench", "precompile", "cache", "check", "explain"])
+def test_every_command_has_help(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--help"])
+    assert stopped.value.code == 0
+    assert "usage: cupyflash" in capsys.readouterr().out
+
+
+def test_cache_says_where_and_how_much_and_clears(cache, capsys):
+    for key in ("a", "b"):
+        cache.find_or_make(key, ".cubin", lambda: b"kernel")
+    nbytes = sum(path.stat().st_size for path in cache.files())
+    assert run(capsys, "cache", "where") == f"{cache.folder}\n"
+    assert run(capsys, "cache", "size") == f"{nbytes}\n"
+    assert "kernels  2" in run(capsys, "cache")
+    assert "removed 2 kernels" in run(capsys, "cache", "clear")
+    assert cache.files() == []
+
+
+def test_info_without_a_gpu(cache, capsys, monkeypatch):
+    monkeypatch.setenv("CUPYFLASH_CHECK", "1")
+    with gpu(None):
+        text = run(capsys, "info")
+        found = json.loads(run(capsys, "info", "--json"))
+    assert "NumPy arrays only" in text
+    assert found["cupyflash"] == cupyflash.__version__
+    assert found["settings"]["CUPYFLASH_CHECK"] == "1"
+    assert str(cache.folder) in found["cache"]
+    assert found["gpus"] == []
+    assert found["versions"] == {}
+
+
+def test_info_says_which_version_and_why_not_the_other(capsys, monkeypatch):
+    from cupyflash.cli import info
+
+    chosen = info._chosen(info._NEEDS["bf16"], (8, 6))
+    assert chosen["version"] == 2
+    assert "capability 8.6" in chosen["not"]["3"]
+    old = info._chosen(info._NEEDS["bf16"], (7, 5))
+    assert old["version"] is None
+    assert set(old["not"]) == {"2", "3"}
+
+
+def explained(capsys, *options, **kwargs):
+    lines = run(capsys, "explain", *options, **kwargs)
+    return dict(line.split(maxsplit=1) for line in lines.splitlines()) if not kwargs else lines
+
+
+def test_explain_a_decode_step_of_an_h200(capsys):
+    found = explained(
+        capsys, "--batch", "64", "--kv-len", "8192", "--page-size", "16", "--gpu", "h200"
+    )
+    assert "64 requests" in found["problem"]
+    assert "32 on 8 of size 128; q bf16" in found["heads"]
+    assert found["roof"] == "473.24 µs on NVIDIA H200"
+    assert "(sm_90" in found["launch"]
+
+
+def test_explain_the_numpy_path_and_options(capsys):
+    found = run(
+        capsys, "explain", "--q-len", "9", "--kv-len", "300", "--dtype", "fp32", "--causal",
+        "--window", "50", "0", "--alibi", "--sink", "--lse", "--gpu", "none",
+    )  # fmt: skip
+    assert "runs on      NumPy on the CPU" in found
+    assert "packed keys" in found
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--kv-len", "9", "--dtype", "int4"], "--dtype='int4' is not a known type"),
+        (["--kv-len", "9", "--gpu", "h200", "--dtype", "fp32"], "float32 attention runs"),
+        (["--kv-len", "9", "--head-dim", "20"], "head size 20"),
+        (["--kv-len", "-1"], "--kv-len -1 is negative"),
+        (["--kv-len", "9", "--gpu", "a100", "--fa-version", "3"], "need 9.0"),
+    ],
+)
+def test_explain_says_what_is_wrong(options, words, capsys):
+    assert words in run(capsys, "explain", *options, status=2)
+
+
+def test_explain_here_without_a_gpu(capsys):
+    with gpu(None):
+        assert "name one of a100" in run(
+            capsys, "explain", "--kv-len", "9", "--gpu", "here", status=2
+        )
+
+
+def test_check_on_numpy(capsys):
+    assert "checks passed on NumPy arrays" in run(capsys, "check", "--on", "numpy", "--quick")
+
+
+def test_check_covers_every_operation_and_type():
+    names = " ".join(name for name, _ in check.checks(np))
+    for word in ("fp32", "fp16", "bf16", "e4m3", "merge_attn_states", "fp8_e5m2", "alibi='head'"):
+        assert word in names
+
+
+def test_check_fails_where_a_result_is_wrong(capsys, monkeypatch):
+    real = cupyflash.flash_attn_varlen_func
+
+    def wrong(*args, **kwargs):
+        out, lse = real(*args, **kwargs)
+        lse[:, 0] += 0.1
+        return out, lse
+
+    monkeypatch.setattr(check.cupyflash, "flash_attn_varlen_func", wrong)
+    assert main(["check", "--on", "numpy", "--quick"]) == 1
+    found = capsys.readouterr()
+    assert "AssertionError" in found.err
+    passed, listed = map(int, found.out.split(" checks")[0].split(" of "))
+    assert 8 // 5 <= passed < listed
+
+
+def test_check_on_a_gpu_that_is_not_there(capsys):
+    with gpu(None):
+        assert "--on gpu" in run(capsys, "check", "--on", "gpu", status=2)
+
+
+def test_bench_lists_its_cases_and_refuses_unknown_ones(capsys):
+    assert run(capsys, "bench", "--list", "--only", "merge,write").split() == [
+        "write/8192tok", "merge/8192tok",
+    ]  # fmt: skip
+    assert "no case has that" in run(capsys, "bench", "--only", "nothing", status=2)
+    assert "those known are" in run(capsys, "bench", "--peers", "nobody", status=2)
+
+
+def test_bench_without_a_gpu(capsys):
+    with gpu(None):
+        assert "bench needs a GPU" in run(capsys, "bench", status=2)
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """A bench of two cases that ran elsewhere; the second is interrupted on demand."""
+    rows = [
+        {
+            "case": case.name, "floor_us": 10.0, "flops": case.flops, "bytes": case.bytes_moved,
+            "us": {"cupyflash": 12.5 * n, "fa3": 20.0}, "host_us": {"cupyflash": 7.0},
+            "skipped": {"fa2": "not paged"},
+        }
+        for n, case in enumerate(bench_cases("merge,write"), 1)
+    ]  # fmt: skip
+    stop = []
+
+    def run_bench(only, providers, folder, roofs):
+        assert (providers, roofs) == (["cupyflash", "fa3"], H200)
+        yield rows[0]
+        if stop:
+            raise KeyboardInterrupt
+        yield rows[1]
+
+    monkeypatch.setattr(bench, "run_bench", run_bench)
+    monkeypatch.setattr(bench, "header", lambda root: {"gpu": "NVIDIA H200", "commit": "abc"})
+    monkeypatch.setattr(bench, "roofs_here", lambda measure: (H200, "recorded"))
+    monkeypatch.setattr(bench, "_need_gpu", lambda: None)
+    return rows, stop
+
+
+ARGUMENTS = ("bench", "--only", "merge,write", "--peers", "fa3")
+
+
+def test_bench_writes_a_table_json_csv_and_a_plot(timed, capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    paths = {kind: tmp_path / f"run.{kind}" for kind in ("json", "csv", "png")}
+    options = [f"--{kind}" if kind != "png" else "--plot" for kind in paths]
+    pairs = [text for pair in zip(options, map(str, paths.values()), strict=True) for text in pair]
+    table = run(capsys, *ARGUMENTS, *pairs).splitlines()
+    assert table[2].startswith("roofs   from recorded, read 4.54e+12")
+    (line,) = [line for line in table if line.startswith("write/8192tok  ")]
+    assert line.split() == ["write/8192tok", "10.0", "12.5", "80%", "fa3", "20.0", "1.60"]
+    assert "merge/8192tok, fa2: not paged" in table
+    written = json.loads(paths["json"].read_text())
+    assert written["rows"] == timed[0]
+    assert written["header"]["roofs"]["read"] == H200.read
+    rows = list(csv.DictReader(paths["csv"].read_text().splitlines()))
+    assert [(r["case"], r["provider"], float(r["of_roof"])) for r in rows[:2]] == [
+        ("write/8192tok", "cupyflash", 0.8),
+        ("write/8192tok", "fa3", 0.5),
+    ]
+    assert paths["png"].read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_keeps_what_is_done_when_it_is_interrupted(timed, capsys, tmp_path):
+    timed[1].append("stop")
+    with pytest.raises(KeyboardInterrupt):
+        main([*ARGUMENTS, "--json", str(tmp_path / "run.json")])
+    assert json.loads((tmp_path / "run.json").read_text())["rows"] == timed[0][:1]
+
+
+def test_bench_says_how_to_get_what_plots_need(timed, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    said = run(capsys, *ARGUMENTS, "--plot", "x.png", status=2)
+    assert "pip install 'cupyflash[cli]'" in said
+
+
+class Terminal:
+    """A stream that a person looks at."""
+
+    def __init__(self, stream):
+        self.stream = stream
+
+    def isatty(self):
+        return True
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
+
+
+def test_without_rich_tables_are_plain_and_the_way_to_it_is_said(capsys, monkeypatch, no_rich):
+    monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
+    monkeypatch.setattr(sys, "stderr", Terminal(sys.stderr))
+    for _ in range(2):
+        terminal.print_table(["name", "us"], [["a", "1.5"], ["long", "10.0"]])
+    assert list(terminal.progress(range(3), 3, "x")) == [0, 1, 2]
+    found = capsys.readouterr()
+    assert found.out == "name    us\na      1.5\nlong  10.0\n" * 2
+    assert found.err.count("pip install 'cupyflash[cli]'") == 1
+
+
+def test_with_rich_tables_and_progress_are_its(capsys, monkeypatch):
+    pytest.importorskip("rich")
+    terminal._rich.cache_clear()
+    monkeypatch.setattr(sys, "stdout", Terminal(sys.stdout))
+    monkeypatch.setattr(sys, "stderr", Terminal(sys.stderr))
+    terminal.print_table(["name", "us"], [["a[b]", "1.5"]])
+    assert list(terminal.progress(range(3), 3, "timing")) == [0, 1, 2]
+    found = capsys.readouterr()
+    assert "a[b]" in found.out
+    assert "timing" in found.err
