@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import EmulatedDevice, PtxError, device_array
+from emulator import EmulatedDevice, EmulatorError, PtxError, device_array
 from emulator.ptx import parse
 from emulator.toys import pointer
 
@@ -154,10 +154,17 @@ def test_recursion_is_refused():
         program(source)
 
 
-def test_clusters_are_refused_by_name():
+def test_clusters_that_cannot_be_launched():
+    out = device_array(1, np.int32)
     source = HEAD.replace("void k", "void __cluster_dims__(2, 1, 1) k") + "(int* o) { o[0] = 1; }"
-    with pytest.raises(PtxError, match="clusters larger than 1"):
-        program(source, "sm_90a")
+    kernel = program(source, "sm_90")
+    with pytest.raises(EmulatorError, match="whole clusters"):
+        run(kernel, [out], grid=3)
+    with pytest.raises(EmulatorError, match="kernel declares"):
+        run(kernel, [out], grid=4, cluster=(4,))
+    plain = program(HEAD + "(int* o) { o[0] = 1; }", "sm_90")
+    with pytest.raises(EmulatorError, match="at most 8"):
+        run(plain, [out], grid=16, cluster=(16,))
 
 
 def test_parser_reads_declarations():
@@ -198,5 +205,5 @@ def test_conversions_from_and_to_wider_registers(text):
 
 def test_a_wider_register_is_refused_where_ptxas_refuses_it():
     asm = 'long long y = 0; asm volatile("add.u32 %0, %0, 1;" : "+l"(y));'
-    with pytest.raises(PtxError, match="64 bits|operand"):
+    with pytest.raises(PtxError, match=r"64 bits|operand"):
         program(HEAD + f"(int* o) {{ {asm} *o = int(y); }}")

@@ -62,12 +62,15 @@ class Case:
     compare: Any = "exact"
     helpers: str = ""
     initial: np.ndarray | None = field(default=None)
+    cluster: int = 1  # CTAs, all of one cluster
 
     @property
     def source(self) -> str:
         args = [f"const __grid_constant__ TensorMap map{i}" for i in range(len(self.maps))]
         args += [f"const u8* in{i}" for i in range(len(self.inputs))] + ["u8* out"]
         head = f'{self.helpers}\nextern "C" __global__ void __launch_bounds__({self.threads}, 1)\n'
+        if self.cluster > 1:
+            head += f"__cluster_dims__({self.cluster}, 1, 1)\n"
         smem = "extern __shared__ __align__(1024) u8 smem[]; const int t = threadIdx.x; (void)t;"
         return f"{PREFIX}{head}k({', '.join(args)}) {{\n{smem}\n{self.body}\n}}\n"
 
@@ -84,12 +87,18 @@ def hashed(count: int, dtype: Any, salt: int = 1) -> np.ndarray:
 
 def all_cases() -> list[Case]:
     try:
-        from . import conformance_scalar, conformance_tensor, conformance_wgmma
+        from . import (
+            conformance_cluster,
+            conformance_scalar,
+            conformance_tensor,
+            conformance_wgmma,
+        )
     except ImportError:  # run as a script
+        import conformance_cluster
         import conformance_scalar
         import conformance_tensor
         import conformance_wgmma
-    groups = (conformance_scalar, conformance_wgmma, conformance_tensor)
+    groups = (conformance_scalar, conformance_wgmma, conformance_cluster, conformance_tensor)
     return [case for group in groups for case in group.cases()]
 
 
@@ -158,7 +167,7 @@ def gpu_runner() -> Runner:
         result = cupy.asarray(out)
         where = {**dict(enumerate(device)), "out": result}
         maps = [encode(m, where[m.array].data.ptr) for m in case.maps]
-        kernel((1,), (case.threads,), (*maps, *device, result), shared_mem=case.smem)
+        kernel((case.cluster,), (case.threads,), (*maps, *device, result), shared_mem=case.smem)
         cupy.cuda.runtime.deviceSynchronize()
         return cupy.asnumpy(result)
 
@@ -193,7 +202,7 @@ def emulator_runner(seed: int = 0) -> Runner:
         pointers = [np.uint64(a.ctypes.data) for a in (*arrays, result)]
         device.run(
             module.program("k"),
-            (1,),
+            (case.cluster,),
             (case.threads,),
             case.smem,
             [*maps, *pointers],

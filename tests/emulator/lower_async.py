@@ -79,6 +79,7 @@ def mbarrier(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> 
         value: Any = low.use(rest[1], 1, scope) if len(rest) > 1 else -1
         expect = "expect_tx" in parts
         flags = int(what == "arrive_drop") | 2 * int("relaxed" in parts)
+        flags |= 8 * int("cluster" in parts) | 16 * int(has_state and args[0].strip() != "_")
         out = [
             *low.pointer(rest[0], scope),
             state,
@@ -91,6 +92,7 @@ def mbarrier(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> 
         p = low.define(args[0], 0, scope)
         phase = low.use(args[2], 1 if parity else 2, scope)
         flags = int(parity) | 2 * int(what == "try_wait") | 4 * int("relaxed" in parts)
+        flags |= 8 * int("cluster" in parts)
         low.emit("mbarrier.wait", [p, *low.pointer(args[1], scope), phase, flags])
     else:
         raise PtxError(f"unknown instruction: {low.text}")

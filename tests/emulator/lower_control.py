@@ -64,7 +64,7 @@ def barrier(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> N
     kept = [p for p in parts if p not in ("cta", "aligned")]
     aligned = parts[0] == "bar" or "aligned" in parts
     if kept[:2] == ["barrier", "cluster"]:
-        low.emit(f"barrier.cluster.{kept[2]}", [])
+        cluster_barrier(low, parts, kept)
         return
     if kept[:3] == ["bar", "warp", "sync"]:
         low.emit("bar.warp.sync", [low.use(args[0], 1, scope)])
@@ -83,6 +83,34 @@ def barrier(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> N
         raise PtxError(f"unknown barrier: {low.text}")
     count = low.use(args[1], 1, scope) if len(args) > 1 else -1
     low.emit(f"{base}.{kept[1]}", [low.use(args[0], 1, scope), count])
+
+
+def cluster_barrier(low: Lowering, parts: list[str], kept: list[str]) -> None:
+    what, modifiers = kept[2], set(kept[3:])
+    allowed = {"release", "relaxed"} if what == "arrive" else {"acquire"}
+    if what not in ("arrive", "wait") or not modifiers <= allowed:
+        raise PtxError(f"unknown barrier: {low.text}")
+    name = f"barrier.cluster.{what}" + (".aligned" if "aligned" in parts else "")
+    low.emit(name, [int("relaxed" in modifiers)] if what == "arrive" else [])
+
+
+def mapa(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
+    """The place of an address in the shared memory of another CTA of the cluster."""
+    width = 2 if parts[-1] == "u64" else 1
+    generic = parts[1:-1] == []
+    if parts[1:-1] not in ([], ["shared::cluster"]) or (generic and width == 1):
+        raise PtxError(f"unknown instruction: {low.text}")
+    out = [low.define(args[0], width, scope), low.use(args[1], width, scope)]
+    out.append(low.use(args[2], 1, scope))
+    low.emit("mapa64" if width == 2 else "mapa32", [*out, int(generic)] if width == 2 else out)
+
+
+def getctarank(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
+    width = {"u32": 1, "u64": 2}.get(parts[-1])  # of the address; the rank has 32 bits
+    if width is None or parts[1:-1] not in ([], ["shared::cluster"]):
+        raise PtxError(f"unknown instruction: {low.text}")
+    out = [low.define(args[0], 1, scope), low.use(args[1], width, scope)]
+    low.emit("getctarank64" if width == 2 else "getctarank32", out)
 
 
 def shfl(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
@@ -134,4 +162,6 @@ SPECIAL = {
     "match": match,
     "redux": redux,
     "elect": elect,
+    "mapa": mapa,
+    "getctarank": getctarank,
 }

@@ -12,7 +12,7 @@ from .ptx import PtxError
 __all__ = ["SPECIAL"]
 
 SPACES = {"global": 1, "shared": 2, "local": 3, "const": 4, "param": 5}
-SPACES |= {"shared::cta": 2, "shared::cluster": 2, "param::entry": 5, "param::func": 3}
+SPACES |= {"shared::cta": 2, "shared::cluster": 6, "param::entry": 5, "param::func": 3}
 ORDERINGS = {"weak": 0, "relaxed": 1, "volatile": 1, "acquire": 2, "release": 3, "acq_rel": 4}
 SCOPES = {"cta": 0, "cluster": 1, "gpu": 2, "sys": 3}
 VECTORS = {"v2": 2, "v4": 4, "v8": 8}
@@ -88,10 +88,32 @@ def ldu(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
 
 
 def st(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
+    if parts[1] == "async":
+        store_async(low, parts, args, scope)
+        return
     access(low, parts, args[:2], scope, False)
 
 
+def store_async(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
+    """st.async and red.async: values into the cluster's shared memory, counted by an mbarrier."""
+    plain = {"async", "weak", "relaxed", "cluster", "shared::cluster"}
+    plain |= {"mbarrier::complete_tx::bytes", *VECTORS}
+    rest = [p for p in parts[1:] if p not in plain]
+    op = ATOMIC_OPS.index(rest.pop(0)) if parts[0] == "red" and rest[0] in ATOMIC_OPS else -1
+    kind = {"b32": "u32", "b64": "u64"}.get(rest[0], rest[0])
+    values = pieces(args[1])
+    if len(rest) != 1 or kind not in ATOMIC_TYPES[:6] or (parts[0] == "red") != (op >= 0):
+        raise PtxError(f"unknown instruction: {low.text}")
+    nbytes = 8 if kind.endswith("64") else 4
+    out: list[Any] = [*low.pointer(args[0], scope), *low.pointer(args[2], scope), nbytes]
+    out += [len(values), op, ATOMIC_TYPES.index(kind)]
+    low.emit("async.store", out + [low.use(x, nbytes // 4, scope) for x in values])
+
+
 def atom(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None:
+    if parts[1] == "async":
+        store_async(low, parts, args, scope)
+        return
     d = describe(low, parts)
     rest = [p for p in d["rest"] if p != "noftz"]
     if len(rest) != 2 or rest[0] not in ATOMIC_OPS:
@@ -123,6 +145,8 @@ def matrix(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> No
     regs, where = (args[0], args[1]) if load else (args[1], args[0])
     make = low.define if load else low.use
     space = next((SPACES[p] for p in parts if p in SPACES), 0)
+    if space == SPACES["shared::cluster"]:
+        raise PtxError(f"matrices are of the own CTA: {low.text}")
     out: list[Any] = [count, int("trans" in parts), space, *low.pointer(where, scope)]
     low.emit(parts[0], out + [make(x, 1, scope) for x in pieces(regs)])
 

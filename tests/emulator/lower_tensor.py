@@ -53,14 +53,15 @@ def bulk(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None
         rest = [p for p in rest[2:] if p != "tile"]
     if any(p.startswith(("im2col", "tile::")) for p in rest) or "cta_group" in ".".join(rest):
         raise PtxError(f"not modelled: {low.text}")
+    mask = None
     if "multicast::cluster" in rest:
-        # In a cluster of one the only legal mask is 1: the same as no multicast.
         rest.remove("multicast::cluster")
-        args = args[:-1]
-    if rest[0] in ("shared::cluster", "shared::cta") and rest[1] == "global":
-        if rest[2:] != ["mbarrier::complete_tx::bytes"]:
+        mask, args = args[-1], args[:-1]
+    if rest[0] in ("shared::cluster", "shared::cta") and rest[1] in ("global", "shared::cta"):
+        shared = rest[1] == "shared::cta"
+        if rest[2:] != ["mbarrier::complete_tx::bytes"] or (shared and (tensor or mask)):
             raise unknown(low)
-        load(low, args, rank if tensor else 0, scope)
+        load(low, args, rank if tensor else 0, mask, shared, scope)
     elif rest[0] == "global" and rest[1] == "shared::cta":
         tail = [p for p in rest[2:] if p not in ("bulk_group", "noftz")]
         operation = kind = None
@@ -74,18 +75,21 @@ def bulk(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> None
         raise unknown(low)
 
 
-def load(low: Lowering, args: list[str], rank: int, scope: Scope) -> None:
+def load(
+    low: Lowering, args: list[str], rank: int, mask: str | None, shared: bool, scope: Scope
+) -> None:
     dst = low.pointer(args[0], scope)
+    to: Any = -1 if mask is None else low.use(mask, 1, scope)
     if rank:
         where, coords = split_tensor(args[1])
         if len(coords) != rank:
             raise unknown(low)
-        out: list[Any] = [rank, *dst, *low.pointer(where, scope), *low.pointer(args[2], scope)]
+        out: list[Any] = [rank, *dst, *low.pointer(where, scope), *low.pointer(args[2], scope), to]
         low.emit("tensor.load", out + [low.use(c, 1, scope) for c in coords])
     else:
         source, size, mbar = args[1:4]
         out = [*dst, *low.pointer(source, scope), low.use(size, 1, scope)]
-        low.emit("bulk.load", out + low.pointer(mbar, scope))
+        low.emit("bulk.load", [*out, *low.pointer(mbar, scope), to, int(shared)])
 
 
 def store(

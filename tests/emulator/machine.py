@@ -17,6 +17,7 @@ __all__ = ["launch", "pack_params"]
 
 STATS = ["uninitialised", "global_read", "global_written", "shared_read", "shared_written"]
 STATS += ["local_bytes", "wavefronts", "steps", "switches", "left_arrived"]
+STATS += ["remote_bytes"]
 
 
 def pack_params(program: Program, args: Sequence[Any]) -> np.ndarray:
@@ -59,16 +60,21 @@ def launch(
     max_idle: int = 50_000_000,
     preempt: int = 3,
     smem_limit: int | None = None,
+    cluster: Sequence[int] | None = None,
 ) -> Report:
     """Runs one launch; raises EmulatorError with a source line when the kernel does wrong.
 
     ``args`` are the by-value parameters as bytes-like objects; ``arrays`` are all the memory that
     the kernel may touch. ``seed`` 0 is a fixed order, any other a random one. ``resident`` CTAs run
     at once. ``preempt``: a warp is preempted before one in ``2 ** preempt`` synchronising
-    instructions.
+    instructions. ``cluster``: CTAs of a cluster, if the kernel does not say so itself.
     """
     params = pack_params(program, args)
     grid3, block3 = ([*map(int, x), 1, 1][:3] for x in (grid, block))
+    declared = program.low.cluster
+    cluster3 = [*map(int, cluster or declared or ()), 1, 1, 1][:3]
+    if cluster and declared and tuple(cluster3) != declared:
+        raise EmulatorError(f"LAUNCH: clusters of {cluster3}, the kernel declares {declared}")
     if smem_limit is not None and program.static_smem + smem_bytes > smem_limit:
         used = program.static_smem + smem_bytes
         raise EmulatorError(f"LAUNCH: {used} bytes of shared memory, the limit is {smem_limit}")
@@ -83,6 +89,7 @@ def launch(
     config = [*grid3, *block3, smem_bytes, params.ctypes.data, program.param_bytes]
     config += [regions.ctypes.data, len(entries), int(check), seed, resident, preempt, 0, max_idle]
     config += [x.ctypes.data for x in (hits, conflicts, stats, read, written)]
+    config += cluster3
     packed = np.array(config, np.int64)
     error = ctypes.create_string_buffer(16384)
     start = time.perf_counter()

@@ -26,14 +26,13 @@ SPECIALS = {
     **{f"%lanemask_{c}": 17 + i for i, c in enumerate(("eq", "lt", "le", "gt", "ge"))},
     "%dynamic_smem_size": 22,
     "%total_smem_size": 23,
-    "%cluster_ctarank": 24,
-    "%cluster_nctarank": 25,
-    "%gridid": 26,
-    "%is_explicit_cluster": 24,
-    **{f"%cluster_ctaid.{c}": 24 for c in "xyz"},
-    **{f"%cluster_nctaid.{c}": 25 for c in "xyz"},
-    **{f"%clusterid.{c}": 6 + i for i, c in enumerate("xyz")},
-    **{f"%nclusterid.{c}": 9 + i for i, c in enumerate("xyz")},
+    "%gridid": 24,
+    "%cluster_ctarank": 25,
+    "%cluster_nctarank": 26,
+    **{f"%cluster_ctaid.{c}": 27 + i for i, c in enumerate("xyz")},
+    **{f"%cluster_nctaid.{c}": 30 + i for i, c in enumerate("xyz")},
+    **{f"%clusterid.{c}": 33 + i for i, c in enumerate("xyz")},
+    **{f"%nclusterid.{c}": 36 + i for i, c in enumerate("xyz")},
 }
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 

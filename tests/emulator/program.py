@@ -73,10 +73,9 @@ class Lowering(Names):
         if entry not in module.functions:
             raise PtxError(f"no kernel {entry}; the module has {', '.join(module.functions)}")
         function = module.functions[entry]
-        if re.search(r"\.(reqnctapercluster|explicitcluster)", function.attributes):
-            sizes = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.attributes)
-            if not sizes or any(int(x) != 1 for x in re.findall(r"\d+", sizes[1])):
-                raise PtxError(f"clusters larger than 1 are not modelled: {function.attributes}")
+        found = re.search(r"\.reqnctapercluster\s+([\d, ]+)", function.attributes)
+        sizes = [int(x) for x in re.findall(r"\d+", found[1])] if found else []
+        self.cluster = tuple([*sizes, 1, 1, 1][:3]) if found else None
         root = Scope()
         for s in module.symbols.values():
             if s.space == "shared" and not s.dynamic:

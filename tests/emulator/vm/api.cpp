@@ -8,7 +8,8 @@ namespace {
 std::vector<OpDef> all_ops() {
   std::vector<OpDef> out;
   for (const OpTable t : {integer_ops(), bit_ops(), compare_ops(), float_ops(), half_ops(), convert_ops(), memory_ops(),
-                          control_ops(), collective_ops(), matrix_ops(), copy_ops(), mbarrier_ops(), tensor_ops(), wgmma_ops()})
+                          control_ops(), cluster_ops(), collective_ops(), matrix_ops(), copy_ops(), mbarrier_ops(), load_ops(),
+                          store_ops(), wgmma_ops()})
     out.insert(out.end(), t.ops, t.ops + t.size);
   return out;
 }

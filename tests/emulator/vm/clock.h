@@ -45,19 +45,27 @@ struct Clock {
   }
 };
 
-// Warps of other CTAs: (linear CTA * kMaxWarps + warp) -> what is known, and what of it went through
-// a proxy fence. Empty for kernels whose CTAs do not talk.
+// What is known of a warp of another CTA, or of copies on a mbarrier there.
+struct Known {
+  Entry seen, proxied, done;  // its writes; what of them the async proxy sees; its reads
+};
+
+// By `entity`. Empty for kernels whose CTAs do not talk.
 struct Foreign {
-  std::map<uint64_t, std::pair<Entry, Entry>> known;
+  std::map<uint64_t, Known> known;
 
   void join(const Foreign& o) {
     for (const auto& [who, e] : o.known) {
-      auto& mine = known[who];
-      mine.first.join(e.first);
-      mine.second.join(e.second);
+      Known& mine = known[who];
+      mine.seen.join(e.seen);
+      mine.proxied.join(e.proxied);
+      mine.done.join(e.done);
     }
   }
 };
+
+// Key of a warp, or of kMbarrierWriter + slot, of a CTA.
+inline uint64_t entity(int64_t cta, int id) { return uint64_t(cta) * 256 + uint64_t(id); }
 
 // A point in the causality order: what happened before it, and what the async proxy sees of that.
 struct Order {

@@ -96,9 +96,9 @@ static Step set(Warp& w, const Insn& in, uint32_t m, uint32_t yes) {
   {"set.s32." S, SIG, EMU_FN { return set<T>(w, in, m, ~0u); }, kFtz, 0},                  \
   {"set.f32." S, SIG, EMU_FN { return set<T>(w, in, m, 0x3f800000u); }, kFtz, 0}
 
-static Step isspacep(Warp& w, const Insn& in, uint32_t m, uint64_t window) {
+static Step isspacep(Warp& w, const Insn& in, uint32_t m, uint64_t window, uint64_t mask = kWindowMask) {
   uint32_t out = 0;
-  for (int l = 0; l < 32; l++) out |= uint32_t((w.d(in.arg[1])[l] & kWindowMask) == window) << l;
+  for (int l = 0; l < 32; l++) out |= uint32_t((w.d(in.arg[1])[l] & mask) == window) << l;
   w.set_p(in.arg[0], m, out);
   return Step::kNext;
 }
@@ -121,7 +121,9 @@ static const OpDef kOps[] = {
     OP3("slct.b32.s32", "Rrrr", u32, u32, u32, s32, c >= 0 ? a : b), OP3("slct.u32.s32", "Rrrr", u32, u32, u32, s32, c >= 0 ? a : b),
     OP3("slct.s32.s32", "Rrrr", u32, u32, u32, s32, c >= 0 ? a : b), OP3("slct.f32.s32", "Rrrr", u32, u32, u32, s32, c >= 0 ? a : b),
     OP3("slct.f32.f32", "Rrrr", u32, u32, u32, f32, c >= 0 ? a : b),
-    {"isspacep.shared", "Pd", EMU_FN { return isspacep(w, in, m, kSharedWindow); }, 0, 0},
+    {"isspacep.shared", "Pd", EMU_FN { return isspacep(w, in, m, kSharedWindow, kWindowMask | 0xff000000); }, 0, 0},
+    {"isspacep.shared::cta", "Pd", EMU_FN { return isspacep(w, in, m, kSharedWindow, kWindowMask | 0xff000000); }, 0, 0},
+    {"isspacep.shared::cluster", "Pd", EMU_FN { return isspacep(w, in, m, kSharedWindow); }, 0, 0},
     {"isspacep.local", "Pd", EMU_FN { return isspacep(w, in, m, kLocalWindow); }, 0, 0},
     {"isspacep.param", "Pd", EMU_FN { return isspacep(w, in, m, kParamWindow); }, 0, 0},
     {"isspacep.global", "Pd", EMU_FN { return isspacep(w, in, m, 0); }, 0, 0},

@@ -52,7 +52,6 @@ static Step ret(Warp& w, const Insn&, uint32_t m) {
 static Step trap(Warp&, const Insn&, uint32_t) { fail("TRAP: the kernel executed trap"); }
 static Step nothing(Warp&, const Insn&, uint32_t) { return Step::kNext; }
 static Step yield(Warp&, const Insn&, uint32_t) { return Step::kYield; }
-static Step refused(Warp&, const Insn&, uint32_t) { fail("REFUSED: clusters larger than 1 are not modelled"); }
 
 // ---- barriers of the CTA
 static void census_of(const Warp& w, const Barrier& b, char* text, size_t size) {
@@ -151,38 +150,6 @@ static Step bar_red(Warp& w, const Insn& in, uint32_t m) {
   return Step::kNext;
 }
 
-// Clusters of one CTA: a barrier of the CTA in two halves.
-static Step cluster_arrive(Warp& w, const Insn&, uint32_t m) {
-  Cta& cta = *w.cta;
-  cta.cluster.arrived += 32;
-  if (w.vm->check) cta.cluster.order.join(release(w, m), cta.num_warps(), cta.num_mbar());
-  w.vm->progress++;
-  return Step::kNext;
-}
-static Step cluster_wait(Warp& w, const Insn&, uint32_t m) {
-  Cta& cta = *w.cta;
-  const int all = int(w.vm->warps_per_cta) * 32;
-  if (w.path().parity != kVoted) {
-    w.path().parity = kVoted;
-    cta.cluster_waiting += 32;
-  }
-  if (cta.cluster.arrived < all || (cta.cluster_waiting < all && !cta.cluster_open)) {
-    w.path().wait = Wait::kPoll;
-    return Step::kStay;
-  }
-  cta.cluster_open = true;
-  w.path().parity = 0;
-  if (w.vm->check) {
-    warp_sync(w, m);
-    acquire(w, cta.cluster.order, m);
-  }
-  if ((cta.cluster_waiting -= 32) == 0) {
-    cta.cluster = Barrier();
-    cta.cluster_open = false;
-  }
-  return Step::kNext;
-}
-
 // ---- within the warp
 static Step warp_barrier(Warp& w, const Insn&, uint32_t m) {
   warp_sync(w, m);
@@ -193,18 +160,20 @@ static Step do_fence(Warp& w, uint32_t m, Scope scope) {
   fence(w, m, scope);
   return Step::kNext;
 }
+static Step mbarrier_fence(Warp& w, const Insn&, uint32_t m) {
+  for (Mbarrier& b : w.cta->mbarriers)
+    if (b.init_warp == w.id && (m >> b.init_lane & 1)) {
+      b.init_fenced = true;
+      b.fenced_arrivals = std::min(b.fenced_arrivals, w.cluster_arrivals);
+    }
+  return Step::kNext;
+}
 static Step do_proxy(Warp& w, const Insn&, uint32_t m) {
   proxy_fence(w, m);
   for (Mbarrier& b : w.cta->mbarriers)
     if (b.init_warp == w.id) b.init_fenced = true;
   return Step::kNext;
 }
-static Step mbarrier_fence(Warp& w, const Insn&, uint32_t m) {
-  for (Mbarrier& b : w.cta->mbarriers)
-    if (b.init_warp == w.id && (m >> b.init_lane & 1)) b.init_fenced = true;
-  return Step::kNext;
-}
-
 static Step read_clock(Warp& w, const Insn& in, uint32_t m) {
   const uint64_t t = w.vm->cfg.stats[kSteps];
   lanes(w.d(in.arg[0]), m, [=](int) { return t; });
@@ -226,8 +195,6 @@ static const OpDef kOps[] = {
     {"barrier.sync", "rj", bar_sync, 0, kPreempt}, {"barrier.arrive", "rj", bar_arrive, 0, kPreempt},
     {"bar.red", "rjipiP", bar_red, 0, kPreempt | kAligned | kLive}, {"bar.red.popc", "rjipiR", bar_red, 0, kPreempt | kAligned | kLive},
     {"bar.warp.sync", "r", warp_barrier, 0, kPreempt | kMembers},
-    {"barrier.cluster.arrive", "", cluster_arrive, 0, kPreempt | kAligned},
-    {"barrier.cluster.wait", "", cluster_wait, 0, kPreempt | kAligned},
     FENCE("membar.cta", kScopeCta), FENCE("membar.gl", kScopeGpu), FENCE("membar.sys", kScopeSys),
     FENCE("fence.acq_rel.cta", kScopeCta), FENCE("fence.acq_rel.cluster", kScopeCluster),
     FENCE("fence.acq_rel.gpu", kScopeGpu), FENCE("fence.acq_rel.sys", kScopeSys),
@@ -241,9 +208,6 @@ static const OpDef kOps[] = {
     {"setmaxnreg.inc.sync.aligned.u32", "i", nothing, 0, kPreempt | kAligned},
     {"setmaxnreg.dec.sync.aligned.u32", "i", nothing, 0, kPreempt | kAligned},
     {"clock64", "D", read_clock, 0, 0}, {"clock", "R", read_clock32, 0, 0},
-    {"cluster.refused", "*", refused, 0, 0},
-    OP2("mapa.shared::cluster.u32", "Rrr", u32, u32, u32, b == 0 ? a : ~0u),
-    OP2("mapa.u64", "Ddr", u64, u64, u32, b == 0 ? a : ~0ull),
 };
 EMU_TABLE(control_ops, kOps)
 

@@ -22,7 +22,7 @@ void complete_copy(Warp& w, CopyOp& c) {
   memset(dst + c.filled, 0, c.bytes - c.filled);
   Record r = record(w, c.lane, 0);
   r.pc = c.pc;
-  land_shared_write(w, c.dst, c.bytes, r);
+  land_shared_write(*w.cta, c.dst, c.bytes, r);
   w.vm->progress++;
 }
 
@@ -52,11 +52,11 @@ static Step cp_async(Warp& w, const Insn& in, uint32_t m) {
                                     (unsigned long long)c.src);
       if (c.src & kWindowMask) fail("CP.ASYNC: the source is not global memory");
       w.vm->cfg.read_bytes[w.vm->find_region(w, c.src, filled, false, "cp.async")] += filled;
-      note_read(w, {nullptr, kGlobal, c.src}, filled, l, 0);
+      note_read(w, {nullptr, kGlobal, c.src, nullptr}, filled, l, 0);
     }
-    if (!w.cta->mbarrier_at.empty()) guard_mbarriers(w, c.dst, bytes);
+    guard_mbarriers(*w.cta, c.dst, bytes);
     w.vm->cfg.stats[kSharedWritten] += bytes;
-    pend_shared_write(w, c.dst, bytes, l, 0);
+    pend_shared_write(w, *w.cta, c.dst, bytes, l, 0);
     memset(dst.host, kPoisonByte, bytes);
     shared_addr[l] = c.dst;
     w.open_copies[l].push_back(c);
@@ -96,10 +96,11 @@ static Step wait_all(Warp& w, const Insn&, uint32_t m) {
 static Step mbarrier_arrive_copies(Warp& w, const Insn& in, uint32_t m) {
   each_lane(m, [&](int l) {
     const uint32_t addr = uint32_t((in.arg[0] < 0 ? 0 : in.arg[1] ? w.d(in.arg[0])[l] : w.r(in.arg[0])[l]) + in.arg[2]);
-    Mbarrier& b = mbarrier(w, addr, l, "cp.async.mbarrier.arrive");
+    Mbarrier& b = mbarrier(w, *w.cta, addr, l, "cp.async.mbarrier.arrive");
     if (in.arg[3]) b.pending++;
-    TensorRequest t = {};
-    t.kind = TensorRequest::kCopyArrive;
+    Request t = {};
+    t.kind = Request::kCopyArrive;
+    t.from = t.to = w.cta;
     t.mbar = addr;
     t.warp = w.id;
     t.lane = l;

@@ -12,78 +12,14 @@ Machine::Machine(const Program& p, const Launch& c) : prog(p), cfg(c), check(c.c
   smem_end = c.smem ? uint32_t(prog.dynamic_base + c.smem) : kSharedBase + uint32_t(prog.static_smem);
   eager = c.seed == 0 ? 0 : int(random() % 3 == 0 ? 0 : random() % 2 ? 3 : 40);
   region_cache.assign(prog.code.size(), -1);
-  const int64_t n = c.grid[0] * c.grid[1] * c.grid[2];
+  const int64_t size = c.cluster[0] * c.cluster[1] * c.cluster[2];
+  if (size > kMaxCluster) fail("LAUNCH: a cluster of %lld CTAs; at most %d are portable", (long long)size, kMaxCluster);
+  for (int d = 0; d < 3; d++)
+    if (c.grid[d] % c.cluster[d]) fail("LAUNCH: the grid is not made of whole clusters");
+  const int64_t n = c.grid[0] * c.grid[1] * c.grid[2] / size;
   for (int64_t i = n - 1; i >= 0; i--) pending.push_back(i);
   if (c.seed)
     for (int64_t i = n - 1; i > 0; i--) std::swap(pending[i], pending[random() % (i + 1)]);
-}
-
-enum Special { kTidX, kTidY, kTidZ, kNtidX, kNtidY, kNtidZ, kCtaX, kCtaY, kCtaZ, kNctaX, kNctaY, kNctaZ, kLane,
-               kWarpId, kNwarp, kSmid, kNsmid, kMaskEq, kMaskLt, kMaskLe, kMaskGt, kMaskGe, kDynSmem, kTotalSmem,
-               kZero, kOne, kGridId };
-
-static uint32_t special(const Machine& vm, const Cta& cta, int warp, int l, int id) {
-  const uint32_t t = uint32_t(warp * 32 + l);
-  const auto& b = vm.cfg.block;
-  const auto& g = vm.cfg.grid;
-  switch (id) {
-    case kTidX: return uint32_t(t % b[0]);
-    case kTidY: return uint32_t(t / b[0] % b[1]);
-    case kTidZ: return uint32_t(t / (b[0] * b[1]));
-    case kNtidX: case kNtidY: case kNtidZ: return uint32_t(b[id - kNtidX]);
-    case kCtaX: case kCtaY: case kCtaZ: return cta.block[id - kCtaX];
-    case kNctaX: case kNctaY: case kNctaZ: return uint32_t(g[id - kNctaX]);
-    case kLane: return l;
-    case kWarpId: return warp;
-    case kNwarp: return vm.warps_per_cta;
-    case kSmid: return uint32_t(cta.index % vm.cfg.resident);
-    case kNsmid: return uint32_t(vm.cfg.resident);
-    case kMaskEq: return 1u << l;
-    case kMaskLt: return (1u << l) - 1;
-    case kMaskLe: return (2u << l) - 1;
-    case kMaskGt: return ~((2u << l) - 1);
-    case kMaskGe: return ~((1u << l) - 1);
-    case kDynSmem: return uint32_t(vm.cfg.smem);
-    case kTotalSmem: return vm.smem_end - kSharedBase;
-    case kOne: return 1;
-    default: return 0;
-  }
-}
-
-void Machine::start_cta(int64_t index) {
-  auto cta = std::make_unique<Cta>();
-  cta->vm = this;
-  cta->index = index;
-  cta->block[0] = uint32_t(index % cfg.grid[0]);
-  cta->block[1] = uint32_t(index / cfg.grid[0] % cfg.grid[1]);
-  cta->block[2] = uint32_t(index / (cfg.grid[0] * cfg.grid[1]));
-  cta->smem.assign(smem_end + 16, kPoisonByte);
-  if (check) cta->shadow.init(smem_end + 16, int(warps_per_cta));
-  for (uint32_t id = 0; id < warps_per_cta; id++) {
-    auto w = std::make_unique<Warp>();
-    w->vm = this;
-    w->cta = cta.get();
-    w->id = int(id);
-    const uint32_t left = threads - id * 32;
-    w->live = left >= 32 ? ~0u : (1u << left) - 1;
-    w->born = w->live;
-    w->paths = {{0, w->live}};
-    std::fill_n(w->floor, 32, 1u);
-    w->file.assign(prog.file_words, kPoisonRegister);
-    w->in_flight.assign(prog.file_words / 32 + 2, 0);
-    w->local.assign(size_t(prog.local_bytes) * 32, kPoisonByte);
-    for (size_t i = 0; i < prog.constants.size(); i += 4) {
-      const int32_t* c = &prog.constants[i];
-      if (c[1] == 2) w->p(c[0]) = uint32_t(c[2]);
-      else if (c[1]) std::fill_n(w->d(c[0]), 32, uint64_t(uint32_t(c[3])) << 32 | uint32_t(c[2]));
-      else std::fill_n(w->r(c[0]), 32, uint32_t(c[2]));
-    }
-    for (size_t i = 0; i < prog.specials.size(); i += 2)
-      for (int l = 0; l < 32; l++) w->r(prog.specials[i])[l] = special(*this, *cta, int(id), l, prog.specials[i + 1]);
-    cta->warps.push_back(std::move(w));
-  }
-  cta->live = int(warps_per_cta);
-  ctas.push_back(std::move(cta));
 }
 
 bool Machine::runnable(Warp& w) {
@@ -91,7 +27,9 @@ bool Machine::runnable(Warp& w) {
   for (Path& p : w.paths) {
     switch (p.wait) {
       case Wait::kNone: return true;
-      case Wait::kPoll: return true;
+      case Wait::kCluster:
+        if (w.cta->cluster->phase >= p.parity) return true;
+        break;
       case Wait::kMbarrier: {
         const auto it = w.cta->mbarrier_at.find(p.where);
         if (it == w.cta->mbarrier_at.end() || mbarrier_ready(w.cta->mbarriers[it->second], p.parity)) return true;
@@ -110,7 +48,10 @@ bool Machine::select_path(Warp& w) {
     return true;
   }
   for (Path& p : w.paths) {
-    if (p.wait == Wait::kPoll) p.wait = Wait::kNone;
+    if (p.wait == Wait::kCluster && w.cta->cluster->phase >= p.parity) {
+      p.wait = Wait::kNone;
+      p.parity = 0;
+    }
     if (p.wait == Wait::kMbarrier) {
       const auto it = w.cta->mbarrier_at.find(p.where);
       if (it == w.cta->mbarrier_at.end() || mbarrier_ready(w.cta->mbarriers[it->second], p.parity)) {
@@ -201,8 +142,6 @@ void Machine::run_warp(Warp& w) {
     switch (in.fn(w, in, m)) {
       case Step::kNext: w.paths[w.cur].pc++; break;
       case Step::kStay:
-        if (w.paths[w.cur].wait == Wait::kPoll) return;
-        break;
       case Step::kJump: break;
       case Step::kYield: w.paths[w.cur].pc++; return;
       case Step::kExit: return;
@@ -210,98 +149,26 @@ void Machine::run_warp(Warp& w) {
   }
 }
 
-void Machine::exit_lanes(Warp& w, uint32_t mask) {
-  for (auto* groups : {&w.copy_groups})
-    each_lane(mask, [&](int l) {
-      for (auto& g : (*groups)[l])
-        for (CopyOp& c : g)
-          if (!c.done) fail("IN FLIGHT: lane %d exits with a cp.async in flight, issued at @%d@", l, c.pc);
-      for (CopyOp& c : w.open_copies[l])
-        if (!c.done) fail("IN FLIGHT: lane %d exits with an uncommitted cp.async in flight, issued at @%d@", l, c.pc);
-      for (auto& g : w.bulk_groups[l])
-        for (BulkOp& b : g) {
-          if (!b.read_done) fail("IN FLIGHT: lane %d exits before its bulk store has read shared memory, issued at @%d@", l, b.pc);
-          land_bulk(w, l, b, true);
-        }
-      for (BulkOp& b : w.open_bulk[l])
-        fail("IN FLIGHT: lane %d exits with an uncommitted bulk store, issued at @%d@", l, b.pc);
-    });
-  w.live &= ~mask;
-  progress++;
-  for (Path& p : w.paths)  // collectives wait for lanes that live
-    if (p.wait == Wait::kMeet) p.wait = Wait::kNone;
-  if (w.live) return;
-  if (!w.open_wgmmas.empty() || !w.wgmma_groups.empty()) fail("IN FLIGHT: a warp exits with a wgmma in flight");
-  w.done = true;
-  if (--w.cta->live == 0) return finish_cta(*w.cta);
-  for (int i = 0; i < kBarriers; i++)
-    if (w.cta->barriers[i].whole) complete_barrier(*w.cta, i);
-}
-
-void Machine::finish_cta(Cta& cta) {
-  for (const TensorRequest& t : cta.queue)
-    fail("IN FLIGHT: the CTA ends with an asynchronous copy in flight, issued at @%d@", t.pc);
-  for (const Mbarrier& b : cta.mbarriers)
-    if (b.valid && b.tx) fail("MBARRIER: the CTA ends with a transaction count of %lld bytes at shared address %u (initialised at @%d@)",
-                              (long long)b.tx, b.addr, b.init_pc);
-  for (const Mbarrier& b : cta.mbarriers)
-    if (b.valid && (b.landed || b.unobserved))
-      fail("IN FLIGHT: the CTA ends without a wait for the last copies on the mbarrier at shared address %u (initialised at @%d@)",
-           b.addr, b.init_pc);
-  for (size_t g = 0; g + 4 <= cta.warps.size(); g += 4)
-    for (size_t i = 1; i < 4; i++)
-      if (cta.warps[g]->wgmma_count != cta.warps[g + i]->wgmma_count)
-        fail("WGMMA: the warps of a warpgroup executed %llu and %llu wgmma.mma_async", (unsigned long long)cta.warps[g]->wgmma_count,
-             (unsigned long long)cta.warps[g + i]->wgmma_count);
-  // A bar.arrive that nobody waits for is legal; the hardware forgets it.
-  for (const Barrier& b : cta.barriers) cfg.stats[kLeftArrived] += b.arrived;
-}
-
-std::string Machine::census() {
-  std::string text;
-  int shown = 0;
-  for (auto& cta : ctas)
-    for (auto& w : cta->warps)
-      for (const Path& p : w->paths) {
-        if (w->done || shown++ > 40) continue;
-        static const char* const kWhat[] = {"running", "mbarrier", "barrier", "lanes of its warp", "warp barrier", "polling"};
-        char part[200];
-        int n = snprintf(part, sizeof part, "\n  CTA %lld warp %d lanes 0x%08x: %s", (long long)cta->index, w->id, p.mask,
-                         kWhat[int(p.wait)]);
-        if (p.wait == Wait::kMbarrier) {
-          const auto it = cta->mbarrier_at.find(p.where);
-          if (it != cta->mbarrier_at.end()) {
-            const Mbarrier& b = cta->mbarriers[it->second];
-            n += snprintf(part + n, sizeof part - n, " %u parity %u (phase %llu, pending %d of %d, tx %lld)", p.where, p.parity,
-                          (unsigned long long)b.phase, b.pending, b.count, (long long)b.tx);
-          }
-        }
-        if (p.wait == Wait::kBarrier) n += snprintf(part + n, sizeof part - n, " %u (%d of %d threads)", p.where,
-                                                    cta->barriers[p.where].arrived, cta->barriers[p.where].expected);
-        snprintf(part + n, sizeof part - n, " at @%d@", p.pc);
-        text += part;
-      }
-  return text;
-}
-
 void Machine::run() {
-  const size_t resident = std::max<int64_t>(cfg.resident, 1);
+  const size_t size = size_t(cfg.cluster[0] * cfg.cluster[1] * cfg.cluster[2]);
+  const size_t resident = std::max<size_t>(size > 1 ? 2 : 1, cfg.resident / size);
   std::vector<Warp*> ready;
   size_t turn = 0;
   uint64_t last_progress = 0;
   while (true) {
-    for (size_t i = 0; i < ctas.size();) {
-      if (ctas[i]->live == 0) ctas.erase(ctas.begin() + i);
+    for (size_t i = 0; i < clusters.size();) {
+      if (!clusters[i]->live()) clusters.erase(clusters.begin() + i);
       else i++;
     }
-    while (ctas.size() < resident && !pending.empty()) {
-      start_cta(pending.back());
+    while (clusters.size() < resident && !pending.empty()) {
+      start_cluster(pending.back());
       pending.pop_back();
     }
-    if (ctas.empty()) return;
+    if (clusters.empty()) return;
     ready.clear();
     Cta* with_queue = nullptr;
-    for (auto& c : ctas) {
+    for (auto& cluster : clusters)
+     for (auto& c : cluster->ctas) {
       if (!c->queue.empty() && (!with_queue || (cfg.seed && random() % 2))) with_queue = c.get();
       for (auto& w : c->warps)
         if (runnable(*w)) ready.push_back(w.get());
@@ -332,17 +199,17 @@ void Machine::run() {
 }
 
 void Machine::perform(Cta& cta, size_t item) {
-  const TensorRequest t = cta.queue[item];
+  const Request t = cta.queue[item];
   cta.queue.erase(cta.queue.begin() + item);
-  Warp& w = *cta.warps[t.warp];
+  Warp& w = *t.from->warps[t.warp];
   const int pc = w.pc;
   w.pc = t.pc;
   try {
-    perform_request(cta, t);
+    perform_request(t);
   } catch (const Fault& f) {
     char where[120];
-    snprintf(where, sizeof where, "\n  in a copy of CTA (%u, %u, %u) warp %d, issued at @%d@", cta.block[0], cta.block[1],
-             cta.block[2], t.warp, t.pc);
+    snprintf(where, sizeof where, "\n  in a copy of CTA (%u, %u, %u) warp %d, issued at @%d@", t.from->block[0], t.from->block[1],
+             t.from->block[2], t.warp, t.pc);
     throw Fault(f.what() + std::string(where));
   }
   w.pc = pc;

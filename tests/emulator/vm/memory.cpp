@@ -39,9 +39,9 @@ static Step ld(Warp& w, const Insn& in, uint32_t m) {
   each_lane(m, [&](int l) {
     const uint64_t addr = address(w, in, BASE, l);
     const Target t = resolve(w, space, addr, total, l, false, "load");
-    if (strong) strong_read(w, 1u << l, t.space == kShared ? t.addr | kSharedWindow : t.addr, order, scope);
+    if (strong) strong_read(w, 1u << l, sync_key(t), order, scope);
     note_read(w, t, total, l, how);
-    if (t.space == kShared) {
+    if (t.cta == w.cta) {
       shared_addr[l] = uint32_t(t.addr);
       in_shared |= 1u << l;
     }
@@ -70,8 +70,8 @@ static Step st(Warp& w, const Insn& in, uint32_t m) {
   each_lane(m, [&](int l) {
     const Target t = resolve(w, space, address(w, in, BASE, l), total, l, true, "store");
     note_write(w, t, total, l, strong ? kStrong : 0);
-    if (strong) strong_write(w, 1u << l, t.space == kShared ? t.addr | kSharedWindow : t.addr, order, scope);
-    if (t.space == kShared) {
+    if (strong) strong_write(w, 1u << l, sync_key(t), order, scope);
+    if (t.cta == w.cta) {
       shared_addr[l] = uint32_t(t.addr);
       in_shared |= 1u << l;
     }
@@ -142,7 +142,7 @@ static Step atom(Warp& w, const Insn& in, uint32_t m) {
   each_lane(m, [&](int l) {
     const Target t = resolve(w, Space(a[0]), address(w, in, 7, l), bytes * vec, l, true, "atomic");
     if (t.space != kShared && t.space != kGlobal) fail("ATOMIC: neither shared nor global memory");
-    const uint64_t key = t.space == kShared ? t.addr | kSharedWindow : t.addr;
+    const uint64_t key = sync_key(t);
     const uint64_t progress = w.vm->progress;
     strong_read(w, 1u << l, key, order, scope);
     note_write(w, t, bytes * vec, l, kStrong);

@@ -5,7 +5,6 @@ namespace emu {
 
 static int nw(const Warp& w) { return w.cta->num_warps(); }
 static int nm(const Warp& w) { return w.cta->num_mbar(); }
-static uint64_t entity(const Cta& c, int warp) { return uint64_t(c.index) * kMaxWarps + warp; }
 
 Order& view(Warp& w, int lane) {
   const bool part = lane < 32 && (w.partial_mask >> lane & 1);
@@ -37,21 +36,53 @@ static void update_floor(Warp& w) {
   each_lane(w.live, [&](int l) { w.low_floor = std::min(w.low_floor, w.floor[l]); });
 }
 
+// Knowledge of the own CTA that came back from others belongs to the own clocks.
+static void fold(const Warp& w, Order& mine, const Foreign& o) {
+  const auto end = o.known.lower_bound(entity(w.cta->index + 1, 0));
+  for (auto it = o.known.lower_bound(entity(w.cta->index, 0)); it != end; ++it) {
+    const int id = int(it->first - entity(w.cta->index, 0));
+    if (id < kMaxWarps) {
+      mine.seen.warp[id].join(it->second.seen);
+      mine.proxied.warp[id].join(it->second.proxied);
+    } else {
+      uint32_t& phase = mine.seen.mbar[id - kMbarrierWriter];
+      phase = std::max(phase, it->second.seen.all);
+    }
+  }
+}
+
+static void learn(const Warp& w, Order& mine, const Order& o) {
+  const bool news = o.foreign && o.foreign != mine.foreign;
+  mine.join(o, nw(w), nm(w));
+  if (news) fold(w, mine, *o.foreign);
+}
+
 void acquire(Warp& w, const Order& o, uint32_t mask) {
   if (!w.vm->check) return;
   if ((mask & w.live) == w.live) {
-    w.base.join(o, nw(w), nm(w));
-    if (w.partial_mask) w.partial.join(o, nw(w), nm(w));
+    learn(w, w.base, o);
+    if (w.partial_mask) learn(w, w.partial, o);
   } else {
     if (!w.partial_mask) w.partial = w.base;
     w.partial_mask |= mask;
-    w.partial.join(o, nw(w), nm(w));
+    learn(w, w.partial, o);
   }
-  const Entry& mine = o.seen.warp[w.id];
+  Entry mine = o.seen.warp[w.id];
+  if (o.foreign) {
+    const auto it = o.foreign->known.find(entity(w.cta->index, w.id));
+    if (it != o.foreign->known.end()) mine.join(it->second.seen);
+  }
   const uint32_t known = std::max(mine.all, mine.some) + 1;
   if (known <= 1) return;
   each_lane(mask, [&](int l) { w.floor[l] = std::max(w.floor[l], known); });
   update_floor(w);
+}
+
+void acquire(Warp& w, const std::shared_ptr<const Foreign>& from, uint32_t mask) {
+  if (!w.vm->check || !from) return;
+  Order o;
+  o.foreign = from;
+  acquire(w, o, mask);
 }
 
 // The lanes of `mask` have met: each is ordered after what the others did.
@@ -69,43 +100,77 @@ void warp_sync(Warp& w, uint32_t mask) {
   }
 }
 
-bool ordered_elsewhere(Warp& w, int lane, const Record& rec, bool async_proxy) {
-  const Order& o = view(w, lane);
+// ---- between CTAs
+bool known_elsewhere(const Order& o, const Record& rec, bool async_proxy) {
   if (!o.foreign) return false;
-  const auto it = o.foreign->known.find(uint64_t(rec.cta) * kMaxWarps + rec.warp);
+  const auto it = o.foreign->known.find(entity(rec.cta, rec.warp));
   if (it == o.foreign->known.end()) return false;
-  return it->second.first.covers(rec.lane, rec.clock) &&
-         (!async_proxy || !rec.generic || it->second.second.covers(rec.lane, rec.clock));
+  const int lane = rec.converged ? kAnyLane : rec.lane;
+  if (!(rec.read ? it->second.done : it->second.seen).covers(lane, rec.clock)) return false;
+  return !async_proxy || !rec.generic || it->second.proxied.covers(lane, rec.clock);
+}
+
+bool knows_of(const Warp& w, int lane, const Cta& cta) {
+  const Order& o = lane < 32 && (w.partial_mask >> lane & 1) ? w.partial : w.base;
+  if (!o.foreign) return false;
+  const auto it = o.foreign->known.lower_bound(entity(cta.index, 0));
+  return it != o.foreign->known.end() && it->first < entity(cta.index + 1, 0);
+}
+
+std::shared_ptr<const Foreign> reads_only(const Foreign& f) {
+  auto out = std::make_shared<Foreign>();
+  for (const auto& [who, e] : f.known) out->known[who].done = e.done;
+  return out;
+}
+
+std::shared_ptr<const Foreign> abroad(const Warp& w, const Order& o, bool writes) {
+  auto f = o.foreign ? std::make_shared<Foreign>(*o.foreign) : std::make_shared<Foreign>();
+  for (int i = 0; i < nw(w); i++) {
+    Known& e = f->known[entity(w.cta->index, i)];
+    e.seen.join(o.seen.warp[i]);
+    e.proxied.join(o.proxied.warp[i]);
+    e.done.join(o.seen.warp[i]);
+  }
+  if (w.cta->cluster->size() > 1)  // others may read what copies brought here
+    for (int i = 0; i < nm(w); i++)
+      if (const uint32_t phase = o.seen.mbar[i]) {
+        Known& e = f->known[entity(w.cta->index, kMbarrierWriter + i)];
+        e.seen.all = std::max(e.seen.all, phase);
+      }
+  return writes ? f : reads_only(*f);
+}
+
+void join(std::shared_ptr<const Foreign>& into, const std::shared_ptr<const Foreign>& f) {
+  if (!f || into == f) return;
+  if (!into) {
+    into = f;
+    return;
+  }
+  auto merged = std::make_shared<Foreign>(*into);
+  merged->join(*f);
+  into = merged;
 }
 
 // ---- fences and strong accesses
-static std::shared_ptr<const Foreign> to_foreign(const Warp& w, const Order& o) {
-  auto f = o.foreign ? std::make_shared<Foreign>(*o.foreign) : std::make_shared<Foreign>();
-  for (int i = 0; i < nw(w); i++) {
-    auto& e = f->known[entity(*w.cta, i)];
-    e.first.join(o.seen.warp[i]);
-    e.second.join(o.proxied.warp[i]);
-  }
-  return f;
+Level level(const Warp& w, Scope scope) {
+  if (scope >= kScopeGpu) return kDevice;
+  return scope == kScopeCluster && w.cta->cluster->size() > 1 ? kOwnCluster : kOwnCta;
 }
 
 void fence(Warp& w, uint32_t mask, Scope scope) {
   if (!w.vm->check) return;
-  const bool gpu = scope >= kScopeCluster;
-  if (w.pending_cta) acquire(w, w.seen_cta, mask);
-  if (gpu && w.pending_gpu) acquire(w, w.seen_gpu, mask);
-  w.pending_cta = false;
-  w.seen_cta = Order();
-  if (gpu) {
-    w.pending_gpu = false;
-    w.seen_gpu = Order();
-  }
+  const Level top = level(w, scope);
+  for (int i = 0; i <= top; i++)
+    if (w.pending[i]) {
+      acquire(w, w.seen_at[i], mask);
+      w.pending[i] = false;
+      w.seen_at[i] = Order();
+    }
   const Order o = release(w, mask);
-  w.fence_cta = o;
-  w.fenced_cta = true;
-  if (gpu) {
-    w.fence_gpu = o;
-    w.fenced_gpu = true;
+  for (int i = 0; i <= top; i++) {
+    if (i == kOwnCluster && w.cta->cluster->size() == 1) continue;
+    w.fence_at[i] = o;
+    w.fenced[i] = true;
   }
 }
 
@@ -116,33 +181,31 @@ void proxy_fence(Warp& w, uint32_t mask) {
   o.proxied.join(point.seen, nw(w), nm(w));
   if (o.foreign) {
     auto f = std::make_shared<Foreign>(*o.foreign);
-    for (auto& [who, e] : f->known) e.second.join(e.first);
+    for (auto& [who, e] : f->known) e.proxied.join(e.seen);
     o.foreign = f;
   }
   if (w.partial_mask && &o == &w.base) w.partial.proxied.join(point.seen, nw(w), nm(w));
 }
 
-static void publish(Warp& w, const Order& o, uint64_t addr, bool gpu) {
+static void publish(Warp& w, const Order& o, uint64_t addr, Level top) {
   w.cta->sync[addr].join(o, nw(w), nm(w));
-  if (!gpu || addr >= kSharedWindow) return;
-  auto& at = w.vm->sync[addr];
-  const auto mine = to_foreign(w, o);
-  if (!at) {
-    at = mine;
-  } else {
-    auto merged = std::make_shared<Foreign>(*at);
-    merged->join(*mine);
-    at = merged;
-  }
+  if (top == kOwnCta) return;
+  Cluster& cluster = *w.cta->cluster;
+  const bool shared = addr >= kSharedWindow;
+  if (shared && cluster.size() == 1) return;
+  const auto f = abroad(w, o);
+  if (cluster.size() > 1) join(cluster.sync[addr], f);
+  if (top == kDevice && !shared) join(w.vm->sync[addr], f);
 }
 
 void strong_write(Warp& w, uint32_t mask, uint64_t addr, Ordering ordering, Scope scope) {
   if (!w.vm->check) return;
+  const Level top = level(w, scope);
   if (ordering >= kRelease) {
-    publish(w, release(w, mask), addr, scope >= kScopeCluster);
+    publish(w, release(w, mask), addr, top);
   } else {
-    if (w.fenced_cta) publish(w, w.fence_cta, addr, false);
-    if (w.fenced_gpu) publish(w, w.fence_gpu, addr, true);
+    for (int i = 0; i < kLevels; i++)
+      if (w.fenced[i]) publish(w, w.fence_at[i], addr, std::min(Level(i), top));
     w.clock++;
   }
 }
@@ -150,26 +213,28 @@ void strong_write(Warp& w, uint32_t mask, uint64_t addr, Ordering ordering, Scop
 void strong_read(Warp& w, uint32_t mask, uint64_t addr, Ordering ordering, Scope scope) {
   if (!w.vm->check) return;
   const bool now = ordering == kAcquire || ordering == kAcqRel;
+  const Level top = level(w, scope);
   const auto local = w.cta->sync.find(addr);
   if (local != w.cta->sync.end()) {
     if (now) {
       acquire(w, local->second, mask);
     } else {
-      w.seen_cta.join(local->second, nw(w), nm(w));
-      w.pending_cta = true;
+      w.seen_at[kOwnCta].join(local->second, nw(w), nm(w));
+      w.pending[kOwnCta] = true;
     }
   }
-  if (addr >= kSharedWindow) return;
-  const auto wide = w.vm->sync.find(addr);
-  if (wide == w.vm->sync.end()) return;
-  Order o;
-  o.foreign = wide->second;
-  if (now && scope >= kScopeCluster) {
-    acquire(w, o, mask);
-  } else if (!now) {
-    w.seen_gpu.join_foreign(o.foreign);
-    w.pending_gpu = true;
-  }
+  const auto take = [&](const auto& from, Level at) {
+    const auto found = from.find(addr);
+    if (found == from.end()) return;
+    if (now) {
+      acquire(w, found->second, mask);
+    } else {
+      w.seen_at[at].join_foreign(found->second);
+      w.pending[at] = true;
+    }
+  };
+  if (top >= kOwnCluster && w.cta->cluster->size() > 1) take(w.cta->cluster->sync, kOwnCluster);
+  if (top == kDevice && addr < kSharedWindow) take(w.vm->sync, kDevice);
 }
 
 }  // namespace emu

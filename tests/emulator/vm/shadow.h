@@ -21,8 +21,9 @@ struct Record {  // one access
   // A shared-memory read by the whole warp at once: done before any lane goes on, so that a later release by
   // one lane covers it. Between lanes of the warp itself it orders nothing.
   bool converged : 1;
+  bool read : 1;
 
-  Record() : generic(false), converged(false) {}
+  Record() : generic(false), converged(false), read(false) {}
 };
 
 struct SharedCell {
@@ -32,6 +33,7 @@ struct SharedCell {
   uint16_t pending_reads = 0, pending_writes = 0;
   uint8_t warp = 0, lane = 0;
   bool strong = false, generic = false;
+  uint8_t from = 0;  // writer's CTA: how many ranks after this one, in the cluster's round
 };
 
 struct ReadMark {  // a warp's last read of a cell
@@ -43,24 +45,32 @@ struct ReadMark {  // a warp's last read of a cell
 };
 
 struct SharedShadow {
-  int warps = 0;
+  int warps = 0;  // of a CTA
   std::vector<SharedCell> cells;  // 16-byte cells, then groups of four smaller ones
-  std::vector<std::vector<ReadMark>> reads;  // [warp][cell]: a warp's reads of neighbours share cache lines
+  // [reader][cell]: a warp's reads of neighbours share cache lines. Readers are the CTA's own warps, then those of
+  // the next CTAs of the cluster; empty for one of another CTA that has read nothing.
+  std::vector<std::vector<ReadMark>> reads;
 
-  void init(uint32_t bytes, int num_warps) {
+  void init(uint32_t bytes, int num_warps, int cluster) {
     warps = num_warps;
     cells.resize(bytes / 16 + 1);
-    reads.assign(warps, std::vector<ReadMark>(cells.size()));
+    reads.resize(size_t(warps) * cluster);
+    for (int q = 0; q < warps; q++) reads[q].resize(cells.size());
   }
 
-  ReadMark& mark(int cell, int warp) { return reads[warp][cell]; }
+  ReadMark& mark(int cell, int reader) {
+    auto& r = reads[reader];
+    if (r.empty()) r.resize(cells.size());
+    return r[cell];
+  }
 
   int split(int cell) {
     if (cells[cell].child < 0) {
       const int first = int(cells.size());
       SharedCell copy = cells[cell];
       cells.resize(first + 4, copy);
-      for (auto& r : reads) r.resize(cells.size(), ReadMark(r[cell]));
+      for (auto& r : reads)
+        if (!r.empty()) r.resize(cells.size(), ReadMark(r[cell]));
       cells[cell].child = first;
     }
     return cells[cell].child;

@@ -14,58 +14,14 @@
 #include <vector>
 
 #include "clock.h"
+#include "instruction.h"
 #include "shadow.h"
+#include "work.h"
 
 namespace emu {
 
-struct Warp;
-struct Cta;
 struct Machine;
-struct Insn;
-
-enum class Step { kNext, kStay, kJump, kYield, kExit };
-using Handler = Step (*)(Warp&, const Insn&, uint32_t mask);
-
-// Kinds of instructions (bits).
-enum : uint32_t {
-  kPreempt = 1,     // a warp may be preempted before it
-  kAligned = 2,     // needs every live lane of the warp
-  kMembers = 4,     // needs the lanes of a member mask, in the register arg[0]
-  kControl = 8,     // runs even when no lane is active
-
-  kLive = 32,       // with kAligned: lanes that have exited need not come (barriers)
-  kTouches = 16,    // accesses a register that some wgmma uses (set by the front end, per instruction)
-};
-
-// Modifiers that the front end takes out of a mnemonic (bits of Insn::flags).
-enum : uint32_t {
-  kFtz = 1, kSat = 2, kRz = 4, kRm = 8, kRp = 16, kNan = 32, kRelu = 64, kApprox = 128, kHi = 256,
-  kWide = 512, kWrap = 1024, kSatfinite = 2048, kShiftamt = 4096, kXorsign = 8192,
-};
-
-struct Insn {
-  Handler fn;
-  const int32_t* arg;  // register slots, immediates
-  int32_t nargs;
-  int32_t pred;  // slot of the guard or -1
-  uint32_t flags, kind;
-  bool negate;
-  uint32_t defs, uses;  // bit i: arg[i] is a slot that is written, read
-};
-
-struct OpDef {
-  const char* name;       // PTX mnemonic without the modifiers
-  const char* operands;   // R D P written, r d p read, i immediate, x y z read and written
-  Handler fn;
-  uint32_t modifiers;  // those allowed
-  uint32_t kind;
-};
-struct OpTable {
-  const OpDef* ops;
-  size_t size;
-};
-OpTable integer_ops(), bit_ops(), compare_ops(), float_ops(), half_ops(), convert_ops(), memory_ops(),
-    control_ops(), collective_ops(), matrix_ops(), copy_ops(), mbarrier_ops(), tensor_ops(), wgmma_ops();
+struct Cluster;
 
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
@@ -80,8 +36,10 @@ constexpr int kPoisonByte = 0xff;       // NaN in every format
 constexpr uint32_t kPoisonRegister = 0x7fc00bad;
 constexpr int kBarriers = 16;
 constexpr uint32_t kVoted = 7;  // Path::parity of an instruction that runs in two passes
+// A shared::cluster address of another CTA: (rank + 1) << kRankShift above its shared::cta address.
+constexpr int kRankShift = 24, kMaxCluster = 8;
 
-enum Space { kGeneric, kGlobal, kShared, kLocal, kConst, kParam };
+enum Space { kGeneric, kGlobal, kShared, kLocal, kConst, kParam, kSharedCluster };
 enum Ordering { kWeak, kRelaxed, kAcquire, kRelease, kAcqRel };
 enum Scope { kScopeCta, kScopeCluster, kScopeGpu, kScopeSys };
 
@@ -90,43 +48,14 @@ struct Region {  // memory that the kernel may touch
   int64_t writable;
 };
 
-enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kMeet, kWarpSync, kPoll };
+enum class Wait : uint8_t { kNone, kMbarrier, kBarrier, kMeet, kCluster };
+enum Level { kOwnCta, kOwnCluster, kDevice, kLevels };  // how far a release or an acquire reaches
 
 struct Path {  // the lanes of a warp that share a program counter
   int pc;
   uint32_t mask;
   Wait wait = Wait::kNone;
-  uint32_t parity = 0, where = 0;  // mbarrier or barrier number, member mask
-};
-
-struct CopyOp {  // one cp.async of one lane
-  uint32_t dst;
-  uint64_t src;
-  uint16_t bytes, filled;  // the rest is zero
-  uint8_t lane;
-  bool done;
-  int32_t pc;
-};
-
-struct BulkOp {  // a bulk or tensor copy from shared memory
-  std::vector<std::pair<uint32_t, uint32_t>> reads;  // shared address, bytes
-  std::vector<std::pair<uint64_t, uint32_t>> writes;
-  std::vector<uint8_t> data;
-  std::vector<uint32_t> from;  // where in the data each write begins
-  uint32_t src = 0, swizzle = 0, type = 0;
-  int32_t pc = 0;
-  int reduce = 0, atom_type = -1;  // 0 copy, else 1 + operation
-  bool read_done = false, write_done = false;
-};
-
-struct WgmmaOp {
-  const Insn* insn;
-  int32_t pc;
-  bool scale;
-  uint64_t desc_a, desc_b;
-  std::vector<uint32_t> a, acc;  // registers at issue
-  std::vector<std::pair<uint32_t, uint32_t>> reads;
-  bool first;  // of its accumulator: acc holds its value
+  uint32_t parity = 0, where = 0;  // or phase of the cluster's barrier; mbarrier, barrier number or member mask
 };
 
 struct Warp {
@@ -145,9 +74,13 @@ struct Warp {
   uint32_t partial_mask = 0, clock = 1;
   uint32_t floor[32];          // accesses of this warp before that clock are ordered before the lane
   uint32_t low_floor = 1;      // the lowest of the live lanes
-  Order fence_gpu, fence_cta;  // at the last fence: what a relaxed write then releases
-  Order seen_gpu, seen_cta;    // read by relaxed loads: what a fence then acquires
-  bool fenced_gpu = false, fenced_cta = false, pending_gpu = false, pending_cta = false;
+  Order fence_at[kLevels];     // at the last fence: what a relaxed write then releases
+  Order seen_at[kLevels];      // read by relaxed loads: what a fence then acquires
+  bool fenced[kLevels] = {}, pending[kLevels] = {};
+
+  // barrier.cluster: arrivals of all lanes, phases waited for, lanes that have arrived since.
+  uint64_t cluster_arrivals = 0, cluster_waits = 0;
+  uint32_t cluster_mask = 0;
 
   // Asynchronous work.
   std::vector<CopyOp> open_copies[32];
@@ -169,39 +102,10 @@ struct Warp {
   bool has_copies() const;
 };
 
-struct Barrier {
-  int arrived = 0, expected = 0;
-  bool whole = false;  // of all threads of the CTA
-  Order order;
-  std::vector<std::pair<int, uint32_t>> who;  // warp, pc (all arrivals)
-};
-
-struct Mbarrier {
-  bool valid = false;
-  uint32_t addr = 0;
-  int slot = 0, count = 0, pending = 0;
-  int64_t tx = 0;
-  uint64_t phase = 0;  // completed phases
-  int init_warp = 0, init_lane = 0;
-  uint32_t init_clock = 0;
-  int32_t init_pc = 0;
-  bool init_fenced = false;
-  // Copies that landed in this phase, in the last one and nobody has waited since.
-  bool landed = false, unobserved = false;
-  Order current, complete;
-};
-
-struct TensorRequest {  // a copy into shared memory, or an arrival, that completes on its own
-  enum Kind { kTensor, kBulk, kCopyArrive } kind;
-  uint32_t dst, mbar, bytes;
-  uint64_t src;  // tensor map or address
-  int coord[5];
-  int warp, lane;
-  int32_t pc;
-};
-
 struct Cta {
   Machine* vm;
+  Cluster* cluster;
+  int rank;
   int64_t index;
   uint32_t block[3];
   std::vector<uint8_t> smem;
@@ -209,18 +113,27 @@ struct Cta {
   std::vector<Mbarrier> mbarriers;
   std::unordered_map<uint32_t, int> mbarrier_at;
   Barrier barriers[kBarriers];
-  Barrier cluster;
-  int cluster_waiting = 0;
-  bool cluster_open = false;
   struct Votes {
     int count = 0, all = 1, any = 0;
   } votes[kBarriers], result[kBarriers];  // of bar.red: being counted, of the last completion
-  std::deque<TensorRequest> queue;
+  std::deque<Request> queue;  // of copies into this CTA's memory
   SharedShadow shadow;
+  Order at_exit;  // what its exited warps knew
   std::unordered_map<uint64_t, Order> sync;  // releases seen inside the CTA, by address
   int live = 0;
   int num_mbar() const { return int(mbarriers.size()); }
   int num_warps() const { return int(warps.size()); }
+};
+
+struct Cluster {  // CTAs that run at the same time and may access each other's shared memory
+  Machine* vm;
+  int64_t index;
+  std::vector<std::unique_ptr<Cta>> ctas;  // by rank
+  uint64_t phase = 0;                      // completed barriers
+  std::shared_ptr<const Foreign> arriving, complete;
+  std::unordered_map<uint64_t, std::shared_ptr<const Foreign>> sync;  // releases at cluster scope
+  int size() const { return int(ctas.size()); }
+  bool live() const;
 };
 
 struct Program {
@@ -240,9 +153,10 @@ struct Launch {  // 64-bit fields only; the front end passes an array
   int64_t check, seed, resident, preempt_shift, arch, max_idle;
   uint64_t *hits, *conflicts, *stats;  // [pc], [pc], see Stat
   uint64_t *read_bytes, *write_bytes;  // [region]
+  int64_t cluster[3];
 };
 enum Stat { kUninitialised, kGlobalRead, kGlobalWritten, kSharedRead, kSharedWritten, kLocalBytes,
-            kWavefronts, kSteps, kSwitches, kLeftArrived, kStats = 16 };
+            kWavefronts, kSteps, kSwitches, kLeftArrived, kRemoteBytes, kStats = 16 };
 
 struct Machine {
   const Program& prog;
@@ -253,8 +167,8 @@ struct Machine {
   uint32_t smem_end;  // shared addresses are below it
   int eager;  // how often queued copies run early: 0 never, else one turn in `eager`
   std::vector<int> region_cache;  // by pc
-  std::vector<std::unique_ptr<Cta>> ctas;  // resident
-  std::vector<int64_t> pending;  // CTAs not started, last first
+  std::vector<std::unique_ptr<Cluster>> clusters;  // resident
+  std::vector<int64_t> pending;  // clusters not started, last first
   GlobalShadow shadow;
   std::unordered_map<uint64_t, std::shared_ptr<const Foreign>> sync;  // releases at GPU scope
 
@@ -266,7 +180,8 @@ struct Machine {
     random_state ^= random_state << 17;
     return uint32_t(random_state >> 16);
   }
-  void start_cta(int64_t index);
+  void start_cluster(int64_t index);
+  void start_cta(Cta&, const int64_t* block);
   void run_warp(Warp&);
   bool select_path(Warp&);
   bool runnable(Warp&);
@@ -282,8 +197,15 @@ struct Machine {
 Order& view(Warp&, int lane);  // what the lane knows
 Order release(Warp&, uint32_t mask);
 void acquire(Warp&, const Order&, uint32_t mask);
+void acquire(Warp&, const std::shared_ptr<const Foreign>&, uint32_t mask);
 void warp_sync(Warp&, uint32_t mask);
-bool ordered_elsewhere(Warp&, int lane, const Record&, bool async_proxy);
+// What another CTA learns from a release; `writes`: else only that its reads are done.
+std::shared_ptr<const Foreign> abroad(const Warp&, const Order&, bool writes = true);
+std::shared_ptr<const Foreign> reads_only(const Foreign&);
+void join(std::shared_ptr<const Foreign>& into, const std::shared_ptr<const Foreign>&);
+bool known_elsewhere(const Order&, const Record&, bool async_proxy);
+bool knows_of(const Warp&, int lane, const Cta&);
+Level level(const Warp&, Scope);
 void fence(Warp&, uint32_t mask, Scope);
 void proxy_fence(Warp&, uint32_t mask);
 void strong_write(Warp&, uint32_t mask, uint64_t addr, Ordering, Scope);
@@ -292,8 +214,8 @@ void strong_read(Warp&, uint32_t mask, uint64_t addr, Ordering, Scope);
 // Whether the lane is ordered after an access; `async_proxy`: through a proxy fence, if it needs one.
 inline bool ordered(Warp& w, int lane, const Record& rec, bool async_proxy) {
   if (!rec.clock) return true;
-  if (rec.cta != w.cta->index) return ordered_elsewhere(w, lane, rec, async_proxy);
   const Order& o = lane < 32 && (w.partial_mask >> lane & 1) ? w.partial : w.base;
+  if (rec.cta != w.cta->index) return known_elsewhere(o, rec, async_proxy);
   if (rec.warp >= kMbarrierWriter) return o.seen.mbar[rec.warp - kMbarrierWriter] >= rec.clock;
   if (async_proxy && rec.generic && !o.proxied.warp[rec.warp].covers(rec.lane, rec.clock)) return false;
   if (rec.warp == w.id) {
@@ -308,30 +230,39 @@ struct Target {
   uint8_t* host;
   Space space;
   uint64_t addr;  // in the space
+  Cta* cta;       // of shared memory
 };
 enum : int { kStrong = 1, kAsync = 2, kNonCoherent = 4, kKeepInit = 8 };
 Target resolve(Warp&, Space, uint64_t addr, uint32_t bytes, int lane, bool write, const char* what);
+void shared_bounds(const Warp&, uint32_t addr, uint64_t bytes, const char* what);
+void guard_mbarriers(Cta&, uint32_t addr, uint32_t bytes);
+void count_conflicts(Warp&, const uint32_t* addr, uint32_t mask, int bytes);
+uint64_t sync_key(const Target&);
+
+// ---- races.cpp: what the checker says of an access to memory (of `Cta`, if shared)
 void note_read(Warp&, const Target&, uint32_t bytes, int lane, int how);
 void note_write(Warp&, const Target&, uint32_t bytes, int lane, int how);
-void shared_bounds(const Warp&, uint32_t addr, uint64_t bytes, const char* what);
-void check_shared_read(Warp&, uint32_t addr, uint32_t bytes, int lane, int how);
-void check_shared_write(Warp&, uint32_t addr, uint32_t bytes, int lane, int how);
-void pend_shared_write(Warp&, uint32_t addr, uint32_t bytes, int lane, int how);   // async write issued
-void land_shared_write(Warp&, uint32_t addr, uint32_t bytes, const Record&);       // ... and done
-void pend_shared_read(Warp&, uint32_t addr, uint32_t bytes, int lane);             // async read issued
-void land_shared_read(Warp&, uint32_t addr, uint32_t bytes, int lane);
-void guard_mbarriers(Warp&, uint32_t addr, uint32_t bytes);
-void count_conflicts(Warp&, const uint32_t* addr, uint32_t mask, int bytes);
+void check_shared_read(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);
+void check_shared_write(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);
+void pend_shared_write(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);  // async write issued
+void land_shared_write(Cta&, uint32_t addr, uint32_t bytes, const Record&);             // ... and done
+void pend_shared_read(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane);            // async read issued
+void land_shared_read(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane);
+void land_global_write(Warp&, uint64_t addr, uint32_t bytes, int lane, bool strong);
+void check_remote_accesses_done(Cta&);
 Record record(Warp&, int lane, int how);
+
+// ---- cluster.cpp
+Cta& cta_of(Warp&, uint32_t& addr, int lane, const char* what);  // strips the rank from a shared::cluster address
+void complete_cluster_barrier(Cluster&);
 
 // ---- others
 void complete_copy(Warp&, CopyOp&);
-void land_global_write(Warp&, uint64_t addr, uint32_t bytes, int lane, bool strong);
 void complete_copies(Warp&, int lane, std::vector<CopyOp>&);
-void perform_request(Cta&, const TensorRequest&);
-Mbarrier& mbarrier(Warp&, uint32_t addr, int lane, const char* what);
-void mbarrier_arrive(Warp&, Mbarrier&, int lane, int count, const Order*);
+void perform_request(const Request&);
+Mbarrier& mbarrier(Warp&, Cta&, uint32_t addr, int lane, const char* what);
 void mbarrier_complete(Cta&, Mbarrier&);
+void arrive_for_copies(Warp&, Mbarrier&, int lane);
 bool mbarrier_ready(const Mbarrier& b, uint32_t parity);
 void land_bulk(Warp&, int lane, BulkOp&, bool write_too);
 void retire_wgmmas(Warp&, size_t allowed);

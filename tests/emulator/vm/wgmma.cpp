@@ -187,7 +187,7 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
     shared_bounds(w, addr, 16, "wgmma operand");
     if (!w.vm->check) return;
     op.reads.push_back({addr, 16});
-    pend_shared_read(w, addr, 16, kAnyLane);
+    pend_shared_read(w, *w.cta, addr, 16, kAnyLane);
   };
   if (!arg[RS]) chunks(op.desc_a, arg[TRANS_A], (w.id & 3) * 16, 16, add);
   chunks(op.desc_b, arg[TRANS_B], 0, arg[N_], add);
@@ -218,7 +218,7 @@ static void finish(Warp& w, WgmmaOp& op, std::vector<WgmmaOp*>& later) {
     for (int i = 0; i < count; i++) std::copy_n(&op.acc[i * 32], 32, w.r(in.arg[first + i]));
   const int pc = w.pc;
   w.pc = op.pc;
-  for (const auto& [addr, bytes] : op.reads) land_shared_read(w, addr, bytes, kAnyLane);
+  for (const auto& [addr, bytes] : op.reads) land_shared_read(w, *w.cta, addr, bytes, kAnyLane);
   w.pc = pc;
   compute_any(w, op);
   for (WgmmaOp* next : later) {

@@ -1,0 +1,284 @@
+// Races: what the checker says of an access, and what it remembers of it.
+#include "vm.h"
+
+namespace emu {
+
+Record record(Warp& w, int lane, int how) {
+  Record r;
+  r.clock = w.clock;
+  r.pc = w.pc;
+  r.cta = int32_t(w.cta->index);
+  r.warp = uint8_t(w.id);
+  r.lane = uint8_t(lane);
+  r.strong = how & kStrong;
+  r.generic = !(how & kAsync);
+  return r;
+}
+
+[[noreturn]] static void race(Warp& w, const char* what, uint64_t addr, bool shared, int lane, const Record& other) {
+  char who[64], mine[32];
+  const long long cta = other.cta;
+  if (other.warp >= kMbarrierWriter) {
+    snprintf(who, sizeof who, "a copy on mbarrier #%d", other.warp - kMbarrierWriter);
+  } else if (other.lane < 32) {
+    snprintf(who, sizeof who, "CTA %lld warp %d lane %d", cta, other.warp, other.lane);
+  } else {
+    snprintf(who, sizeof who, "CTA %lld warp %d", cta, other.warp);
+  }
+  if (lane < 32) snprintf(mine, sizeof mine, " (lane %d)", lane); else mine[0] = 0;
+  fail("RACE: %s at %s address 0x%llx%s; the other access was by %s at @%d@", what, shared ? "shared" : "global",
+       (unsigned long long)addr, mine, who, other.pc);
+}
+
+// Where a CTA stands after another in the round of the cluster's ranks; 0 is itself.
+static inline int after(const Cta& from, const Cta& cta) {
+  return &from == &cta ? 0 : (cta.rank - from.rank + cta.cluster->size()) % cta.cluster->size();
+}
+static inline const Cta& cta_after(const Cta& cta, int n) {
+  return n ? *cta.cluster->ctas[(cta.rank + n) % cta.cluster->size()] : cta;
+}
+static inline int reader(const Cta& cta, const Warp& w) { return after(cta, *w.cta) * cta.shadow.warps + w.id; }
+
+static inline Record of_cell(const Cta& cta, const SharedCell& c) {
+  Record r;
+  r.clock = c.clock; r.pc = c.pc; r.cta = int32_t(cta_after(cta, c.from).index); r.warp = c.warp; r.lane = c.lane;
+  r.strong = c.strong; r.generic = c.generic;
+  return r;
+}
+
+static Record of_mark(const Cta& cta, const ReadMark& m, int reader) {
+  Record r;
+  r.clock = m.clock; r.pc = m.pc; r.cta = int32_t(cta_after(cta, reader / cta.shadow.warps).index);
+  r.warp = uint8_t(reader % cta.shadow.warps); r.lane = m.lane; r.strong = m.strong;
+  r.converged = m.converged;
+  r.read = true;
+  return r;
+}
+
+static inline bool clean_read(Warp& w, const Cta& cta, const SharedCell& c, int lane, int how) {
+  if (!c.clock || (c.strong && (how & kStrong))) return true;
+  if (c.warp == w.id && c.from == after(cta, *w.cta) && (c.lane == lane || (c.lane == kManyLanes && lane < 32)) && !(how & kAsync)) return true;
+  return ordered(w, lane, of_cell(cta, c), how & kAsync);
+}
+
+static void bad_read(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how) {
+  const bool order_is_right = (how & kAsync) && ordered(w, lane, of_cell(cta, c), false);
+  race(w, order_is_right ? "the async proxy reads a generic write without fence.proxy.async in between"
+                         : "read not ordered after a write", addr, true, lane, of_cell(cta, c));
+}
+
+static inline void mark_read(Warp& w, Cta& cta, int cell, int lane, int how) {
+  ReadMark& m = cta.shadow.mark(cell, reader(cta, w));
+  const uint32_t who = m.clock == w.clock && m.lane != uint32_t(lane) && lane < 32 ? uint32_t(kManyLanes) : lane;
+  if (m.clock && m.clock != w.clock && m.lane != uint32_t(lane) && lane < 32 && !(m.clock < w.floor[lane])) {
+    m.lane = kManyLanes;
+  } else {
+    m.lane = who;
+  }
+  m.clock = w.clock;
+  m.pc = w.pc;
+  m.strong = (how & kStrong) != 0;
+  m.converged = w.converged;
+}
+
+void check_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
+  if (!w.vm->check) return;
+  SharedShadow& s = cta.shadow;
+  s.visit(addr, bytes, [&](int i) {
+    const SharedCell& c = s.cells[i];
+    if (c.pending_writes) race(w, "read of an asynchronous copy in flight", addr, true, lane, of_cell(cta, c));
+    if (!c.clock) w.vm->cfg.stats[kUninitialised]++;
+    else if (!clean_read(w, cta, c, lane, how)) bad_read(w, cta, c, addr, lane, how);
+    mark_read(w, cta, i, lane, how);
+  });
+}
+
+static void write_checks(Warp& w, const Cta& cta, SharedShadow& s, int i, uint32_t addr, int lane, int how) {
+  const SharedCell& c = s.cells[i];
+  if (c.pending_writes) race(w, "write over an asynchronous copy in flight", addr, true, lane, of_cell(cta, c));
+  if (c.pending_reads) race(w, "write over the source of an asynchronous read in flight", addr, true, lane, of_cell(cta, c));
+  if (c.clock && !(c.strong && (how & kStrong))) {
+    const bool same_instruction = c.warp == w.id && c.from == after(cta, *w.cta) && c.pc == w.pc && c.clock == w.clock;
+    if (!same_instruction && !ordered(w, lane, of_cell(cta, c), false))
+      race(w, "write not ordered after a write", addr, true, lane, of_cell(cta, c));
+  }
+  const int self = reader(cta, w);
+  for (int q = 0; q < int(s.reads.size()); q++) {
+    if (s.reads[q].empty()) continue;
+    const ReadMark& m = s.reads[q][i];
+    if (!m.clock || (m.strong && (how & kStrong))) continue;
+    if (q == self && m.lane == uint32_t(lane)) continue;
+    if (!ordered(w, lane, of_mark(cta, m, q), false))
+      race(w, "write not ordered after a read", addr, true, lane, of_mark(cta, m, q));
+  }
+}
+
+static void set_writer(const Cta& cta, SharedCell& c, const Record& r, const Cta* from) {
+  c.from = uint8_t(from ? after(cta, *from) : 0);
+  c.clock = r.clock; c.pc = r.pc; c.warp = r.warp; c.lane = r.lane; c.strong = r.strong; c.generic = r.generic;
+}
+
+static void clear_reads(SharedShadow& s, int i) {
+  for (auto& r : s.reads)
+    if (!r.empty()) r[i].clock = 0;
+}
+
+void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
+  if (!w.vm->check) return;
+  SharedShadow& s = cta.shadow;
+  s.visit(addr, bytes, [&](int i) {
+    write_checks(w, cta, s, i, addr, lane, how);
+    SharedCell& c = s.cells[i];
+    Record r = record(w, lane, how);
+    if (c.warp == w.id && c.from == after(cta, *w.cta) && c.clock == w.clock && c.pc == w.pc && c.lane != lane && lane < 32) r.lane = kManyLanes;
+    set_writer(cta, c, r, w.cta);
+    clear_reads(s, i);
+  });
+}
+
+void pend_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
+  if (!w.vm->check) return;
+  SharedShadow& s = cta.shadow;
+  s.visit(addr, bytes, [&](int i) {
+    write_checks(w, cta, s, i, addr, lane, how);
+    SharedCell& c = s.cells[i];
+    set_writer(cta, c, record(w, lane, how), w.cta);
+    c.pending_writes++;
+    clear_reads(s, i);
+  });
+}
+
+void land_shared_write(Cta& cta, uint32_t addr, uint32_t bytes, const Record& r) {
+  if (!cta.vm->check) return;
+  SharedShadow& s = cta.shadow;
+  s.visit(addr, bytes, [&](int i) {
+    SharedCell& c = s.cells[i];
+    if (c.pending_writes) c.pending_writes--;
+    set_writer(cta, c, r, nullptr);
+  });
+}
+
+void pend_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane) {
+  if (!w.vm->check) return;
+  SharedShadow& s = cta.shadow;
+  s.visit(addr, bytes, [&](int i) {
+    SharedCell& c = s.cells[i];
+    if (c.pending_writes) race(w, "asynchronous read of a copy in flight", addr, true, lane, of_cell(cta, c));
+    if (!c.clock) w.vm->cfg.stats[kUninitialised]++;
+    else if (!clean_read(w, cta, c, lane, kAsync)) bad_read(w, cta, c, addr, lane, kAsync);
+    c.pending_reads++;
+    mark_read(w, cta, i, lane, kAsync);
+  });
+}
+
+void land_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane) {
+  if (!w.vm->check) return;
+  SharedShadow& s = cta.shadow;
+  s.visit(addr, bytes, [&](int i) {
+    SharedCell& c = s.cells[i];
+    if (c.pending_writes) race(w, "asynchronous read overtaken by a copy", addr, true, lane, of_cell(cta, c));
+    if (c.clock && !clean_read(w, cta, c, lane, kAsync)) bad_read(w, cta, c, addr, lane, kAsync);
+    if (c.pending_reads) c.pending_reads--;
+    mark_read(w, cta, i, lane, kAsync);
+  });
+}
+
+// ---- global memory
+static void global_read(Warp& w, uint64_t addr, uint32_t bytes, int lane, int how) {
+  w.vm->shadow.visit(addr, bytes, [&](GlobalCell& c) {
+    if (c.pending_writes) race(w, "read of an asynchronous copy in flight", addr, false, lane, c.write);
+    if (c.write.clock) {
+      if (how & kNonCoherent)
+        race(w, "ld.global.nc of memory that this kernel writes", addr, false, lane, c.write);
+      const bool mine = c.write.cta == w.cta->index && c.write.warp == w.id && c.write.lane == lane && !(how & kAsync);
+      if (!mine && !(c.write.strong && (how & kStrong)) && !ordered(w, lane, c.write, how & kAsync)) {
+        const bool order_is_right = (how & kAsync) && ordered(w, lane, c.write, false);
+        race(w, order_is_right ? "the async proxy reads a generic write without fence.proxy.async in between"
+                               : "read not ordered after a write", addr, false, lane, c.write);
+      }
+    }
+    Record r = record(w, lane, how);
+    r.read = true;
+    int slot = 1;  // replace a read that this one is ordered after, else the older one
+    for (int i = 0; i < 2; i++) {
+      const Record& o = c.read[i];
+      if (!o.clock || (o.cta == r.cta && o.warp == r.warp && o.lane == r.lane) || ordered(w, lane, o, false)) {
+        slot = i;
+        break;
+      }
+    }
+    c.read[slot] = r;
+  });
+}
+
+static void global_write(Warp& w, uint64_t addr, uint32_t bytes, int lane, int how, bool pend) {
+  w.vm->shadow.visit(addr, bytes, [&](GlobalCell& c) {
+    if (c.pending_writes && !(c.write.strong && (how & kStrong)))
+      race(w, "write over an asynchronous copy in flight", addr, false, lane, c.write);
+    const Record r = record(w, lane, how);
+    const Record& o = c.write;
+    const bool same_instruction = o.cta == r.cta && o.warp == r.warp && o.pc == r.pc && o.clock == r.clock;
+    if (o.clock && !same_instruction && !(o.strong && r.strong) && !ordered(w, lane, o, false))
+      race(w, "write not ordered after a write", addr, false, lane, o);
+    for (Record& q : c.read) {
+      if (!q.clock || (q.strong && r.strong)) continue;
+      if (q.cta == r.cta && q.warp == r.warp && q.lane == r.lane) continue;
+      if (!ordered(w, lane, q, false)) race(w, "write not ordered after a read", addr, false, lane, q);
+    }
+    c.write = r;
+    c.read[0] = c.read[1] = Record();
+    if (pend) c.pending_writes++;
+  });
+}
+
+void land_global_write(Warp& w, uint64_t addr, uint32_t bytes, int lane, bool strong) {
+  if (!w.vm->check) return;
+  w.vm->shadow.visit(addr, bytes, [&](GlobalCell& c) {
+    if (c.pending_writes) c.pending_writes--;
+    c.write = record(w, lane, kAsync | (strong ? kStrong : 0));
+  });
+}
+
+void note_read(Warp& w, const Target& t, uint32_t bytes, int lane, int how) {
+  if (t.space == kShared) {
+    w.vm->cfg.stats[kSharedRead] += bytes;
+    if (w.vm->check) check_shared_read(w, *t.cta, uint32_t(t.addr), bytes, lane, how);
+  } else if (t.space == kGlobal) {
+    w.vm->cfg.stats[kGlobalRead] += bytes;
+    if (w.vm->check) global_read(w, t.addr, bytes, lane, how);
+  } else if (t.space == kLocal) {
+    w.vm->cfg.stats[kLocalBytes] += bytes;
+  }
+}
+
+void note_write(Warp& w, const Target& t, uint32_t bytes, int lane, int how) {
+  w.vm->progress++;
+  if (t.space == kShared) {
+    w.vm->cfg.stats[kSharedWritten] += bytes;
+    guard_mbarriers(*t.cta, uint32_t(t.addr), bytes);
+    if (w.vm->check) check_shared_write(w, *t.cta, uint32_t(t.addr), bytes, lane, how);
+  } else if (t.space == kGlobal) {
+    w.vm->cfg.stats[kGlobalWritten] += bytes;
+    if (w.vm->check) global_write(w, t.addr, bytes, lane, how & ~kKeepInit, how & kKeepInit);
+  } else if (t.space == kLocal) {
+    w.vm->cfg.stats[kLocalBytes] += bytes;
+  }
+}
+
+// At the end of a CTA of a larger cluster: others must be known to have finished with its shared memory.
+void check_remote_accesses_done(Cta& cta) {
+  SharedShadow& s = cta.shadow;
+  const auto judge = [&](const Record& r, const char* what) {
+    if (known_elsewhere(cta.at_exit, r, false)) return;
+    fail("CLUSTER: a CTA exits before %s of its shared memory by CTA %d warp %d, at @%d@, is known to be done", what, r.cta,
+         r.warp, r.pc);
+  };
+  for (size_t i = 0; i < s.cells.size(); i++) {
+    const SharedCell& c = s.cells[i];
+    if (c.clock && c.from && c.warp < kMbarrierWriter) judge(of_cell(cta, c), "a write");
+    for (size_t q = s.warps; q < s.reads.size(); q++)
+      if (!s.reads[q].empty() && s.reads[q][i].clock) judge(of_mark(cta, s.reads[q][i], int(q)), "a read");
+  }
+}
+
+}  // namespace emu
