@@ -16,15 +16,24 @@ from .fa_version import (
 from .kv_append import flash_attn_with_kvcache
 from .kv_cache import reshape_and_cache_flash
 from .merge import merge_attn_states
+from .mla import (
+    ContextChunk,
+    concat_and_cache_mla,
+    gather_latent_cache,
+    mla_decode,
+    mla_prefill,
+)
 from .runtime.workspace import free_workspaces
 from .scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 from .warmup import warmup, workspace_size
 
 __all__ = [
     "AttentionBounds",
+    "ContextChunk",
     "Explanation",
     "SchedulerMetadata",
     "cascade_attention",
+    "concat_and_cache_mla",
     "explain",
     "fa_version",
     "fa_version_unsupported_reason",
@@ -33,11 +42,14 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_with_kvcache",
     "free_workspaces",
+    "gather_latent_cache",
     "get_flash_attn_version",
     "get_fp8_dtype_for_flashattn",
     "get_scheduler_metadata",
     "is_fa_version_supported",
     "merge_attn_states",
+    "mla_decode",
+    "mla_prefill",
     "reshape_and_cache_flash",
     "use_cascade_attention",
     "warmup",

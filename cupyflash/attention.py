@@ -82,8 +82,10 @@ def flash_attn_varlen_func(
     seqused_k : array [batch], int32, optional
         Keys of each request; required with `block_table`. With packed keys, how many of a
         request's rows count.
-    q_v : array, optional
-        The latent part of a query (multi-head latent attention); not available yet.
+    q_v : array [total_q, Hq, Dv], optional
+        Multi-head latent attention: scores are ``softmax_scale * (q·k + q_v·v)``. D is at most 64
+        and Dv at most 512 then, all operands have 16 bits (NumPy: or are float32), and
+        `softmax_scale` is required. See `mla_decode`.
     dropout_p : float
         Must be 0.
     softmax_scale : float, optional
@@ -156,14 +158,14 @@ def flash_attn_varlen_func(
     np.float32(1.0)
     """
     if (
-        dropout_p or return_attn_probs or q_v is not None
+        dropout_p or return_attn_probs
         or cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None
     ):  # fmt: skip
-        refuse_options(dropout_p, return_attn_probs, q_v, cp_world_size, cp_rank, cp_tot_seqused_k)
+        refuse_options(dropout_p, return_attn_probs, cp_world_size, cp_rank, cp_tot_seqused_k)
     call = prepare(
         AttentionArrays(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, s_aux,
-            out, lse,
+            out, lse, q_v,
         ),
         (q_descale, k_descale, v_descale), max_seqlen_q, max_seqlen_k, softmax_scale, causal,
         window_size, softcap, fp8_dtype, q_fp8_dtype, return_softmax_lse, num_splits,
@@ -216,6 +218,7 @@ def _on_cpu(call: Call, fa_version: int | None, stream: Any) -> tuple[Any, Any]:
         cu_seqlens_k=arrays.cu_seqlens_k,
         seqused_k=arrays.seqused_k,
         block_table=arrays.block_table,
+        q_v=arrays.q_v,
         q_descale=descales[0],
         k_descale=descales[1],
         v_descale=descales[2],
@@ -242,7 +245,7 @@ def describe_call(*args: Any, **kwargs: Any) -> Call:
     bound.apply_defaults()
     a = bound.arguments
     refuse_options(
-        a["dropout_p"], a["return_attn_probs"], a["q_v"], a["cp_world_size"], a["cp_rank"],
+        a["dropout_p"], a["return_attn_probs"], a["cp_world_size"], a["cp_rank"],
         a["cp_tot_seqused_k"],
     )  # fmt: skip
     call = prepare(

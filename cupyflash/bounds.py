@@ -35,6 +35,8 @@ class AttentionBounds:
     alibi, sink, descale : bool
         Whether the calls pass slopes, sinks, descales.
     return_softmax_lse : bool
+    q_v : bool
+        Whether the calls pass ``q_v`` (multi-head latent attention).
 
     Raises
     ------
@@ -63,12 +65,13 @@ class AttentionBounds:
     sink: bool = False
     descale: bool = False
     return_softmax_lse: bool = False
+    q_v: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "max_seqlen_q", "max_seqlen_k", "max_blocks", "num_splits"):
             non_negative(name, getattr(self, name))
         check_heads(self.num_heads_q, self.num_heads_kv, self.num_heads_kv, [], [])
-        check_head_dims(self.headdim, self.headdim, self._head_dim_v)
+        check_head_dims(self.headdim, self.headdim, self._head_dim_v, self.q_v)
         window(tuple(self.window_size), self.causal)
         if self.page_size is not None and non_negative("page_size", self.page_size) < 1:
             raise ValueError("page_size=0 must be at least 1, or None for packed keys")
@@ -107,6 +110,7 @@ class AttentionBounds:
             has_q_descale=self.descale and q_type.is_fp8,
             has_kv_descale=self.descale and kv_type.is_fp8,
             has_seqused_k=self.page_size is not None,
+            has_q_v=self.q_v,
             wants_lse=self.return_softmax_lse,
             num_splits=self.num_splits,
             batch_invariant=self.batch_invariant,

@@ -50,7 +50,7 @@ class Explanation:
     bytes_moved : int
         Every query, and key that is seen, read once a request; every output written once.
     flops : int
-        Two a multiply-add of q·k and of p·v, over the pairs that the mask keeps.
+        Two a multiply-add of q·k, q_v·v and p·v, over the pairs that the mask keeps.
     roof_seconds : float or None
         No run on ``device`` is much faster; None where its roofs were not measured.
     """
@@ -196,9 +196,9 @@ def _cost(problem: AttentionProblem, q_lens: Any, k_lens: Any) -> tuple[int, int
     np.minimum.at(begin, request, first)
     np.maximum.at(end, request, last)
     seen = int(np.maximum(0, end - begin).sum())
-    width = problem.head_dim + problem.head_dim_v
-    flops = 2 * pairs * problem.num_heads_q * width
+    width, latent = problem.head_dim + problem.head_dim_v, problem.head_dim_v * problem.has_q_v
+    flops = 2 * pairs * problem.num_heads_q * (width + latent)
     nbytes = seen * problem.num_heads_kv * width * problem.kv_type.itemsize
-    per_row = problem.head_dim * problem.q_type.itemsize
+    per_row = (problem.head_dim + latent) * problem.q_type.itemsize
     per_row += problem.head_dim_v * problem.out_type.itemsize + 4 * problem.wants_lse
     return flops, nbytes + len(request) * problem.num_heads_q * per_row

@@ -118,7 +118,7 @@ def get_scheduler_metadata(
     qkv_dtype : str or dtype
         Of k and v: ``"bfloat16"``, ``"float16"``, ``"float32"`` or an fp8 spelling.
     headdim_v : int, optional
-        `headdim` if None.
+        `headdim` if None. Above 256 the calls have ``q_v``.
     cu_seqlens_q : array [batch + 1], int32, optional
         Where each request's queries start; one query a request if None.
     page_size : int, optional
@@ -157,7 +157,10 @@ def get_scheduler_metadata(
     if out is not None and (out.dtype != np.int32 or out.ndim != 1 or out.size < HEADER):
         raise ValueError(f"out is {out.dtype} {out.shape}; it must be int32 [at least {HEADER}]")
     if not on_host:
-        need = Need(bounds.head_dim, bounds.head_dim_v, _query_type(bounds.kv_type), bounds.kv_type)
+        need = Need(
+            bounds.head_dim, bounds.head_dim_v, _query_type(bounds.kv_type), bounds.kv_type,
+            latent=_is_latent(bounds.head_dim_v),
+        )  # fmt: skip
         version = resolve_need(need, capability_of(lengths), fa_version)
         buffer = FAMILIES[version].schedule(bounds, lengths, starts, out, stream)
         return SchedulerMetadata(buffer, bounds)
@@ -184,7 +187,7 @@ def _bounds(
 ) -> ScheduleBounds:
     check_heads(num_heads_q, num_heads_kv, num_heads_kv, [], [])
     head_dim_v = headdim if headdim_v is None else headdim_v
-    check_head_dims(headdim, headdim, head_dim_v)
+    check_head_dims(headdim, headdim, head_dim_v, _is_latent(head_dim_v))
     if page_size is not None and non_negative("page_size", page_size) < 1:
         raise ValueError("page_size=0 must be at least 1, or None for packed keys")
     left, right = window(
@@ -205,6 +208,11 @@ def _bounds(
         non_negative("num_splits", num_splits),
         flag("has_softcap", has_softcap),
     )
+
+
+def _is_latent(head_dim_v: int) -> bool:
+    """Values of this size are only met by queries with ``q_v``."""
+    return head_dim_v > 256
 
 
 def _query_type(kv_type: ScalarType) -> ScalarType:

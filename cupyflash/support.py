@@ -27,6 +27,8 @@ class Need:
         None = any that the kernel takes.
     q_type, kv_type : ScalarType
     alibi, sink : bool
+    latent : bool
+        Queries have a part that meets v (``q_v``).
     """
 
     head_dim: int | None = None
@@ -35,6 +37,7 @@ class Need:
     kv_type: ScalarType = BF16
     alibi: bool = False
     sink: bool = False
+    latent: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +53,11 @@ class Row:
     q_types, kv_types : tuple of ScalarType
     head_dim_step, head_dim_step_8bit, largest_head_dim : int
         Head sizes are multiples of the step; of the second one where q or k and v are 8-bit.
+    largest_head_dim_v : int or None
+        Of v; None = as that of q and k.
     alibi, sink : bool
+    latent : bool
+        Whether queries have a part that meets v; such kernels take no others.
     built : bool
         It is in this release. A row that is not says what is to come.
     """
@@ -64,8 +71,10 @@ class Row:
     head_dim_step: int = 8
     head_dim_step_8bit: int = 8
     largest_head_dim: int = 256
+    largest_head_dim_v: int | None = None
     alibi: bool = True
     sink: bool = True
+    latent: bool = False
     built: bool = False
 
 
@@ -91,6 +100,7 @@ def need_of(problem: AttentionProblem) -> Need:
         problem.kv_type,
         problem.has_alibi,
         problem.has_sink,
+        problem.has_q_v,
     )
 
 
@@ -115,6 +125,8 @@ def unsupported_reason(version: int, need: Need, capability: Capability) -> str 
 def _refusals(row: Row, need: Need, capability: Capability) -> Iterator[str]:
     """One entry a condition, in a fixed order: empty where it holds, else what is wrong."""
     cc, about = ".".join(map(str, capability)), f"the {row.name} kernels"
+    wanted = "q_v (latent attention)" if need.latent else "calls without q_v"
+    yield "" if row.latent == need.latent else f"{about} do not take {wanted}"
     if row.first == row.last:
         wanted = f"{row.first[0]}.{row.first[1]}"
     else:
@@ -129,9 +141,10 @@ def _refusals(row: Row, need: Need, capability: Capability) -> Iterator[str]:
         yield "" if kind in taken else f"{name} in {kind.name}, {about} take {names}"
     eight_bit = need.q_type.is_fp8 or need.kv_type.is_fp8
     step = row.head_dim_step_8bit if eight_bit else row.head_dim_step
-    for size in (need.head_dim, need.head_dim_v):
-        fits = size is None or (size % step == 0 and 0 < size <= row.largest_head_dim)
-        rule = f"multiples of {step} up to {row.largest_head_dim}"
+    largest_v = row.largest_head_dim_v or row.largest_head_dim
+    for size, largest in ((need.head_dim, row.largest_head_dim), (need.head_dim_v, largest_v)):
+        fits = size is None or (size % step == 0 and 0 < size <= largest)
+        rule = f"multiples of {step} up to {largest}"
         where = f"head size {size} in {'8' if eight_bit else '16'} bit"
         yield "" if fits else f"{where}, {about} take {rule}"
     yield "" if row.alibi or not need.alibi else f"ALiBi is not in {about}"

@@ -32,6 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Which paths an operation has; a new kernel family adds its path here and inherits every test.
 ATTENTION_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
+LATENT_PATHS = ("numpy",)
 # The emulator runs 8.0 and 9.0: fp8 conversion is arithmetic there and an instruction here.
 MERGE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
 WRITE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
@@ -113,6 +114,7 @@ def _path(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 
 attention_path = pytest.fixture(params=_params(ATTENTION_PATHS), name="path")(_path)
+latent_path = pytest.fixture(params=_params(LATENT_PATHS), name="latent_path")(_path)
 large_path = pytest.fixture(params=_params(LARGE_PATHS), name="large_path")(_path)
 merge_path = pytest.fixture(params=_params(MERGE_PATHS), name="merge_path")(_path)
 write_path = pytest.fixture(params=_params(WRITE_PATHS), name="write_path")(_path)

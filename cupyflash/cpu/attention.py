@@ -27,6 +27,7 @@ def attention(
     cu_seqlens_k: Array | None,
     seqused_k: Array | None,
     block_table: Array | None,
+    q_v: Array | None,
     q_descale: Any,
     k_descale: Any,
     v_descale: Any,
@@ -47,6 +48,7 @@ def attention(
     cu_seqlens_q, cu_seqlens_k : ndarray [batch + 1], integer
     seqused_k : ndarray [batch], integer
     block_table : ndarray [batch, max_blocks], integer
+    q_v : ndarray [total_q, num_heads_q, head_dim_v]
     q_descale, k_descale, v_descale : None, scalar or ndarray [batch, num_heads_kv]
     s_aux : ndarray [num_heads_q]
     alibi_slopes : ndarray [num_heads_q] or [batch, num_heads_q]
@@ -64,7 +66,7 @@ def attention(
     )
     kv = KeyValue(problem, k, v, starts_k, block_table)
     kv.check(starts_q, k_lengths)
-    rows = _RowArguments(problem, q, q_descale, k_descale, v_descale, s_aux, alibi_slopes)
+    rows = _RowArguments(problem, q, q_v, q_descale, k_descale, v_descale, s_aux, alibi_slopes)
     with np.errstate(all="ignore"):
         for same_height in make_tiles(problem, starts_q, k_lengths):
             for stack in group_tiles(problem, same_height):
@@ -78,13 +80,14 @@ class _RowArguments:
         self,
         problem: AttentionProblem,
         q: Array,
+        q_v: Array | None,
         q_descale: Any,
         k_descale: Any,
         v_descale: Any,
         s_aux: Array | None,
         alibi_slopes: Array | None,
     ) -> None:
-        self.problem, self.q = problem, q
+        self.problem, self.q, self.q_v = problem, q, q_v
         heads = (problem.num_heads_kv, problem.group_size)
         shape = (problem.batch, problem.num_heads_kv)
         scale = np.full(shape, problem.softmax_scale, np.float64)
@@ -103,11 +106,18 @@ class _RowArguments:
 
         The descales of q and k are part of the scale.
         """
-        p = self.problem
-        q = widen(self.q[_rows(tiles)], p.q_type)
-        q = q.reshape(len(tiles), tiles.rows, p.num_heads_kv, p.group_size, p.head_dim)
+        return self._scaled(self.q, tiles)
+
+    def latent_queries(self, tiles: Tiles) -> Array | None:
+        """The same of the parts that meet v, [..., head_dim_v]; None without."""
+        return None if self.q_v is None else self._scaled(self.q_v, tiles)
+
+    def _scaled(self, q: Array, tiles: Tiles) -> Array:
+        p, dim = self.problem, q.shape[2]
+        q = widen(q[_rows(tiles)], p.q_type)
+        q = q.reshape(len(tiles), tiles.rows, p.num_heads_kv, p.group_size, dim)
         scaled: Array = q.transpose(0, 2, 3, 1, 4) * self.scale[tiles.request, :, None, None, None]
-        return scaled.reshape(len(tiles), p.num_heads_kv, -1, p.head_dim)
+        return scaled.reshape(len(tiles), p.num_heads_kv, -1, dim)
 
 
 def _rows(tiles: Tiles) -> Array:
@@ -123,7 +133,7 @@ def _attend(
     lse: Array | None,
 ) -> None:
     """One stack of tiles, longest first, from its first key block to the output."""
-    q = rows.queries(tiles)
+    q, q_v = rows.queries(tiles), rows.latent_queries(tiles)
     top = np.full(q.shape[:3], -np.inf, np.float32)
     total = np.zeros(q.shape[:3], np.float32)
     acc = np.zeros((*q.shape[:3], problem.head_dim_v), np.float32)
@@ -137,6 +147,8 @@ def _attend(
             begin = some.kv_begin + step
             k, v = kv.block(some, begin, int(width))
             scores = np.matmul(q[part], k)
+            if q_v is not None:
+                scores += np.matmul(q_v[part], v.swapaxes(-1, -2))
             _modify(problem, some, rows, begin, scores)
             _accumulate(scores, v, top[part], total[part], acc[part])
     _finish(problem, tiles, rows, (top, total, acc), out, lse)

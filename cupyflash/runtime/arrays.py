@@ -39,6 +39,7 @@ class AttentionArrays(NamedTuple):
     s_aux: Any = None
     out: Any = None
     lse: Any = None
+    q_v: Any = None
 
 
 class ArraySpec(NamedTuple):

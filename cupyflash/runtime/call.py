@@ -128,7 +128,6 @@ def scale_argument(name: str, value: Any) -> Any:
 def refuse_options(
     dropout_p: float,
     return_attn_probs: bool,
-    q_v: Any,
     cp_world_size: int,
     cp_rank: int,
     cp_tot_seqused_k: Any,
@@ -140,17 +139,13 @@ def refuse_options(
     ValueError
         Dropout, or weights asked for.
     NotImplementedError
-        Latent attention and context parallelism.
+        Context parallelism.
     """
     if dropout_p != 0:
         raise ValueError(f"dropout_p={dropout_p}: inference has no dropout; use 0")
     if return_attn_probs:
         raise ValueError(
             "return_attn_probs=True: the weights are never stored; use return_softmax_lse=True"
-        )
-    if q_v is not None:
-        raise NotImplementedError(
-            "q_v: multi-head latent attention is not available in this release; use None"
         )
     if (cp_world_size, cp_rank) != (1, 0) or cp_tot_seqused_k is not None:
         raise NotImplementedError(

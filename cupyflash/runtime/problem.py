@@ -10,6 +10,7 @@ import numpy as np
 
 from .arrays import ArraySpec, AttentionArrays
 from .dtypes import ScalarType
+from .rules.latent import check_latent
 from .rules.operands import (
     check_head_dims,
     check_heads,
@@ -45,6 +46,8 @@ class AttentionProblem:
         ``softcap`` 0 = off.
     has_alibi, alibi_per_batch, has_sink, has_q_descale, has_kv_descale : bool
     has_seqused_k : bool
+    has_q_v : bool
+        Latent attention: queries have a part of size ``Dv`` too, which meets v.
     wants_lse : bool
     num_splits : int
         0 = planned, 1 = never split, n = upper bound.
@@ -76,6 +79,7 @@ class AttentionProblem:
     has_q_descale: bool
     has_kv_descale: bool
     has_seqused_k: bool
+    has_q_v: bool
     wants_lse: bool
     num_splits: int
     batch_invariant: bool
@@ -142,10 +146,11 @@ def describe(
     *rows_k, heads_kv, head_dim_k = check_operand("k", a.k, f"[{rows}, Hk, D]")
     *rows_v, heads_v, head_dim_v = check_operand("v", a.v, f"[{rows}, Hk, Dv]")
     check_heads(heads_q, heads_kv, heads_v, rows_k, rows_v)
-    check_head_dims(head_dim, head_dim_k, head_dim_v)
+    check_head_dims(head_dim, head_dim_k, head_dim_v, a.q_v is not None)
     if paged and rows_k[1] < 1:
         raise ValueError(f"k has shape {a.k.shape}: a block must hold at least 1 token")
     q_type, kv_type = operand_types(a.q, a.k, a.v, fp8_dtype, q_fp8_dtype, on_host)
+    check_latent(a.q_v, (total_q, heads_q, head_dim_v), q_type, kv_type, softmax_scale)
     out_type = output_type(q_type, a.out)
     check_result("out", a.out, (total_q, heads_q, head_dim_v))
     check_result("lse", a.lse, (heads_q, total_q))
@@ -180,6 +185,7 @@ def describe(
         has_q_descale=descales[0] is not None,
         has_kv_descale=descales[1] is not None or descales[2] is not None,
         has_seqused_k=a.seqused_k is not None,
+        has_q_v=a.q_v is not None,
         wants_lse=wants_lse or a.lse is not None,
         num_splits=num_splits,
         batch_invariant=batch_invariant,

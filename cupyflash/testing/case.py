@@ -42,6 +42,9 @@ class Case:
     alibi : str
         "" = off, "head" = slopes [Hq], "request" = slopes [batch, Hq].
     sink, descale : bool
+    q_v : bool
+        Multi-head latent attention: queries meet v too, and k and v are parts of one cache, v
+        first. ``softmax_scale`` None = ``(head_dim + head_dim_v) ** -0.5``.
     q_type, kv_type : str
         A key of ``DTYPES``; an 8-bit type is passed as uint8.
     layout, pattern : str
@@ -62,6 +65,7 @@ class Case:
     alibi: str = ""
     sink: bool = False
     descale: bool = False
+    q_v: bool = False
     q_type: str = "fp32"
     kv_type: str = "fp32"
     layout: str = "NHD"
@@ -152,10 +156,8 @@ class _Maker:
 
     def inputs(self) -> Inputs:
         case, xp = self.case, self.xp
-        q_rows, keys, values = self._values()
+        q_rows, keys, values, latent_rows = self._values()
         total_q = sum(case.q_lens) + _EXTRA_ROWS
-        q = self._stored((total_q, case.num_heads_q, case.head_dim), case.q_type)
-        q[: total_q - _EXTRA_ROWS] = self._encode(np.concatenate(q_rows), case.q_type)
         args: dict[str, Any] = {
             "max_seqlen_q": max(1, *case.q_lens, 0),
             "max_seqlen_k": max(1, *case.kv_lens, 0),
@@ -163,7 +165,7 @@ class _Maker:
             "causal": case.causal,
             "window_size": case.window_size,
             "softcap": case.softcap,
-            "softmax_scale": case.softmax_scale,
+            "softmax_scale": self._scale(),
         }
         k, v, where = self._paged(keys, values) if case.page_size else self._packed(keys, values)
         args.update(where, **self._extras())
@@ -172,28 +174,49 @@ class _Maker:
         lse = np.full((case.num_heads_q, total_q), np.nan, np.float32)
         flat = "NHD" if case.layout == "HND" else case.layout
         placed = {
-            "q": place(q, case.layout, xp=xp),
-            "k": place(k, case.layout, xp=xp),
-            "v": place(v, case.layout, xp=xp, pad=1),
+            "q": place(self._queries(q_rows), case.layout, xp=xp),
             "out": place(out, case.layout, xp=xp, pad=2),
             "lse": place(lse, flat, xp=xp),
         }
-        args.update({name: placed[name].view for name in ("q", "k", "v")})
+        if case.q_v:
+            both = place(np.concatenate([v, k], axis=-1), case.layout, xp=xp)
+            args.update(v=both.view[..., : self.dim_v], k=both.view[..., self.dim_v :])
+            placed.update(kv=both, q_v=place(self._queries(latent_rows), case.layout, xp=xp))
+        else:
+            placed["k"] = place(k, case.layout, xp=xp)
+            placed["v"] = place(v, case.layout, xp=xp, pad=1)
+        views = ("q", "k", "v", "q_v")
+        args.update({name: placed[name].view for name in views if name in placed})
         return Inputs(case, args, placed)
 
-    def _values(self) -> tuple[list[NDArray[Any]], list[NDArray[Any]], list[NDArray[Any]]]:
+    def _scale(self) -> float | None:
+        if self.case.softmax_scale is None and self.case.q_v:
+            return float((self.case.head_dim + self.dim_v) ** -0.5)
+        return self.case.softmax_scale
+
+    def _queries(self, rows: list[NDArray[Any]]) -> NDArray[Any]:
+        """All requests' rows, and poison behind them."""
+        values = np.concatenate(rows)
+        q = self._stored((len(values) + _EXTRA_ROWS, *values.shape[1:]), self.case.q_type)
+        q[: len(values)] = self._encode(values, self.case.q_type)
+        return q
+
+    def _values(self) -> tuple[list[NDArray[Any]], ...]:
+        """q, k, v, and q_v where there is one, of each request."""
         case = self.case
-        drawn: tuple[list[NDArray[Any]], ...] = ([], [], [])
+        drawn: tuple[list[NDArray[Any]], ...] = ([], [], [], [])
         for request, (q_len, kv_len) in enumerate(zip(case.q_lens, case.kv_lens, strict=True)):
             rng = np.random.default_rng((case.seed, request))
             shapes = (
                 (q_len, case.num_heads_q, case.head_dim),
                 (kv_len, case.num_heads_kv, case.head_dim),
                 (kv_len, case.num_heads_kv, self.dim_v),
+                (q_len, case.num_heads_q, self.dim_v),
             )
-            for values, role, shape in zip(drawn, "qkv", shapes, strict=True):
+            roles = "qkvq" if case.q_v else "qkv"
+            for values, role, shape in zip(drawn, roles, shapes, strict=False):
                 values.append(draw(case.pattern, role, rng, shape))
-        return drawn[0], drawn[1], drawn[2]
+        return drawn
 
     def _encode(self, values: NDArray[Any], kind: str) -> NDArray[Any]:
         dtype = DTYPES[kind]

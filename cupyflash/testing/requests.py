@@ -71,6 +71,7 @@ def requests(
     max_seqlen_k: int | None = None,
     cu_seqlens_k: Any = None,
     seqused_k: Any = None,
+    q_v: Any = None,
     *,
     block_table: Any = None,
     alibi_slopes: Any = None,
@@ -81,11 +82,16 @@ def requests(
     q_fp8_dtype: str | None = None,
     **options: Any,
 ) -> Iterator[Request]:
-    """Every request of a call of ``flash_attn_varlen_func`` with these arguments, in order."""
+    """Every request of a call of ``flash_attn_varlen_func`` with these arguments, in order.
+
+    With ``q_v`` its keys are longer: q·k + q_v·v is the product of (q, q_v) and (k, v).
+    """
     options = {name: given for name, given in options.items() if name not in _SCHEDULING}
     starts = to_numpy(cu_seqlens_q).astype(int)
     batch, kv_heads = len(starts) - 1, to_numpy(k).shape[-2]
     queries = decode(q, q_fp8_dtype or fp8_dtype)
+    if q_v is not None:
+        queries = np.concatenate([queries, decode(q_v)], axis=-1)
     group = queries.shape[1] // kv_heads
     scale_q, scale_k, scale_v = (
         np.broadcast_to(to_numpy(1.0 if s is None else s).astype(np.float64), (batch, kv_heads))
@@ -98,6 +104,8 @@ def requests(
             decode(_sequence(operand, i, cu_seqlens_k, seqused_k, block_table), fp8_dtype)
             for operand in (k, v)
         )
+        if q_v is not None:
+            keys = np.concatenate([keys, values], axis=-1)
         yield Request(
             rows,
             queries[rows] * np.repeat(scale_q[i], group)[:, None],

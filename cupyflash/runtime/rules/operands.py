@@ -18,6 +18,7 @@ __all__ = [
 ]
 
 _LARGEST_HEAD_DIM = 256
+_LARGEST_LATENT = {"q and k": 64, "v": 512}
 
 
 def check_operand(name: str, spec: ArraySpec | None, layout: str) -> tuple[int, ...]:
@@ -62,17 +63,19 @@ def check_heads(
         )
 
 
-def check_head_dims(head_dim: int, head_dim_k: int, head_dim_v: int) -> None:
-    """Multiples of 8 up to 256, the same for q and k."""
+def check_head_dims(head_dim: int, head_dim_k: int, head_dim_v: int, latent: bool = False) -> None:
+    """Multiples of 8 up to 256, the same for q and k; up to 64 and 512 with ``q_v``."""
     if head_dim_k != head_dim:
         raise ValueError(f"q has head size {head_dim} and k {head_dim_k}; they must be the same")
     for name, size in (("q and k", head_dim), ("v", head_dim_v)):
-        if size % 8 or not 0 < size <= _LARGEST_HEAD_DIM:
-            nearest = min(max(8, -(-size // 8) * 8), _LARGEST_HEAD_DIM)
+        largest = _LARGEST_LATENT[name] if latent else _LARGEST_HEAD_DIM
+        if size % 8 or not 0 < size <= largest:
+            nearest = min(max(8, -(-size // 8) * 8), largest)
             how = "" if size > nearest else " (pad with zeros and pass softmax_scale)"
+            where = " with q_v" if latent else ""
             raise ValueError(
-                f"head size {size} of {name}: it must be a multiple of 8 from 8 to "
-                f"{_LARGEST_HEAD_DIM}; the nearest is {nearest}{how}"
+                f"head size {size} of {name}{where}: it must be a multiple of 8 from 8 to "
+                f"{largest}; the nearest is {nearest}{how}"
             )
 
 

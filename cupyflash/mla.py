@@ -1,0 +1,375 @@
+"""Multi-head latent attention: one latent row a token stands for the keys and values of all heads.
+
+A token's cache row is ``[latent, rope]``: the compressed keys and values, then the part of the key
+that carries the position. Decoding *absorbs* the up-projections into query and output, and reads
+the rows as they are (`mla_decode`); prefill *expands* them to heads (`mla_prefill`), which costs
+fewer operations where there are many queries a key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .attention import flash_attn_varlen_func
+from .kv_cache import reshape_and_cache_flash
+from .merge import merge_attn_states
+from .runtime.arrays import array_module, as_array, on_stream
+
+__all__ = [
+    "ContextChunk",
+    "concat_and_cache_mla",
+    "gather_latent_cache",
+    "mla_decode",
+    "mla_prefill",
+    "split_latent_cache",
+]
+
+Array = Any  # NumPy or CuPy
+
+
+class ContextChunk(NamedTuple):
+    """Expanded keys and values that every query of a request sees.
+
+    Attributes
+    ----------
+    k : array [total_k, Hq, D]
+    v : array [total_k, Hq, Dv]
+    cu_seqlens_k : array [batch + 1], int32
+    max_seqlen_k : int
+    """
+
+    k: Array
+    v: Array
+    cu_seqlens_k: Array
+    max_seqlen_k: int
+
+
+def split_latent_cache(kv_cache: Array, latent_dim: int) -> tuple[Array, Array]:
+    """The latent and the rope part of a cache, [num_blocks, block_size, 1, ...] each, as views.
+
+    Parameters
+    ----------
+    kv_cache : array [num_blocks, block_size, 1, latent_dim + rope_dim]
+        Or without the axis of heads. Any strides, the last dimension contiguous.
+    latent_dim : int
+
+    Raises
+    ------
+    ValueError
+        Another shape.
+    """
+    shape = kv_cache.shape
+    if len(shape) == 3:
+        kv_cache = kv_cache[:, :, None]
+    elif len(shape) != 4 or shape[2] != 1:
+        raise ValueError(
+            f"kv_cache has shape {shape}; it must be [num_blocks, block_size, 1, latent + rope], or "
+            "the same without the 1"
+        )
+    if shape[-1] <= latent_dim:
+        raise ValueError(
+            f"kv_cache has rows of {shape[-1]}, but the latent part alone has {latent_dim}; rows "
+            "must hold the latent and then the rope part"
+        )
+    return kv_cache[..., :latent_dim], kv_cache[..., latent_dim:]
+
+
+def mla_decode(
+    q_nope: Array,
+    q_pe: Array,
+    kv_cache: Array,
+    block_table: Array,
+    seqused_k: Array,
+    *,
+    cu_seqlens_q: Array,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    softmax_scale: float,
+    causal: bool = True,
+    window_size: tuple[int, int] | None = None,
+    return_softmax_lse: bool = False,
+    out: Array = None,
+    lse: Array = None,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    fa_version: int | None = None,
+    workspace: Array = None,
+    batch_invariant: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Attention of absorbed queries over a paged latent cache.
+
+    It is ``flash_attn_varlen_func(q_pe, rope, latent, ..., q_v=q_nope)`` on views of the cache:
+    scores are ``softmax_scale * (q_nope·latent + q_pe·rope)``, values are the latent rows, and each
+    row is read once for all heads.
+
+    Parameters
+    ----------
+    q_nope : array [total_q, Hq, latent_dim], float16 or bfloat16 (NumPy: float32 too)
+        Queries in the space of the latent: multiplied by the up-projection of keys already.
+    q_pe : array [total_q, Hq, rope_dim]
+        Their rotated part.
+    kv_cache : array [num_blocks, block_size, 1, latent_dim + rope_dim]
+        Or without the axis of heads; 512 + 64 in DeepSeek models. Any block size and strides, the
+        last dimension contiguous.
+    block_table : array [batch, max_blocks], int32
+    seqused_k : array [batch], int32
+        Keys of each request, those of the new tokens included.
+    cu_seqlens_q : array [batch + 1], int32
+        Where each request's queries start.
+    max_seqlen_q, max_seqlen_k : int
+        Upper bounds of the lengths of one request, tokens.
+    softmax_scale : float
+        That of the heads before absorption: ``(128 + 64) ** -0.5`` in DeepSeek models, times what
+        their extension of the context asks for.
+    causal, window_size, return_softmax_lse, scheduler_metadata, num_splits, fa_version, workspace
+        As in `flash_attn_varlen_func`; `get_scheduler_metadata` is asked with
+        ``headdim=rope_dim, headdim_v=latent_dim, num_heads_kv=1``.
+    out : array [total_q, Hq, latent_dim], optional
+        Where to write.
+    lse : array [Hq, total_q], float32, optional
+        Where to write the natural log-sum-exp of the scores.
+    batch_invariant, stream
+        As in `flash_attn_varlen_func`.
+
+    Returns
+    -------
+    out : array [total_q, Hq, latent_dim]
+        In the space of the latent: the up-projection of values is the caller's.
+    lse : array [Hq, total_q], float32
+        Only with `return_softmax_lse`.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `flash_attn_varlen_func`; or a cache whose rows do not fit the queries.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cache = np.ones((2, 16, 1, 576), np.float16)
+    >>> starts, used = np.array([0, 1], np.int32), np.array([20], np.int32)
+    >>> q_nope, q_pe = np.ones((1, 16, 512), np.float16), np.ones((1, 16, 64), np.float16)
+    >>> mla_decode(q_nope, q_pe, cache, np.array([[1, 0]], np.int32), used, cu_seqlens_q=starts,
+    ...            max_seqlen_q=1, max_seqlen_k=20, softmax_scale=192**-0.5)[0, 0, 0]
+    np.float16(1.0)
+    """
+    cache = as_array(kv_cache, "kv_cache")
+    width, dims = cache.shape[-1], (q_nope.shape[-1], q_pe.shape[-1])
+    if width != sum(dims):
+        raise ValueError(
+            f"kv_cache has rows of {width}, but q_nope and q_pe have {dims[0]} and {dims[1]}; it "
+            f"must be {sum(dims)}"
+        )
+    latent, rope = split_latent_cache(cache, dims[0])
+    return flash_attn_varlen_func(
+        q_pe,
+        rope,
+        latent,
+        max_seqlen_q,
+        cu_seqlens_q,
+        max_seqlen_k,
+        seqused_k=seqused_k,
+        q_v=q_nope,
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_size=window_size,
+        block_table=block_table,
+        return_softmax_lse=return_softmax_lse,
+        out=out,
+        lse=lse,
+        scheduler_metadata=scheduler_metadata,
+        num_splits=num_splits,
+        fa_version=fa_version,
+        workspace=workspace,
+        batch_invariant=batch_invariant,
+        stream=stream,
+    )
+
+
+def mla_prefill(
+    q: Array,
+    k: Array,
+    v: Array,
+    cu_seqlens_q: Array,
+    max_seqlen_q: int,
+    *,
+    softmax_scale: float,
+    contexts: Iterable[ContextChunk] = (),
+    causal: bool = True,
+    return_softmax_lse: bool = False,
+    out: Array = None,
+    num_splits: int = 0,
+    fa_version: int | None = None,
+    batch_invariant: bool = False,
+    stream: Any = None,
+) -> Any:
+    """Attention of new tokens over themselves and over chunks of what came before.
+
+    Parameters
+    ----------
+    q, k : array [total_q, Hq, D]
+        New tokens, expanded to heads: 128 + 64 in DeepSeek models.
+    v : array [total_q, Hq, Dv]
+    cu_seqlens_q : array [batch + 1], int32
+        Where each request's new tokens start, in q, k and v.
+    max_seqlen_q : int
+    softmax_scale : float
+    contexts : iterable of ContextChunk
+        Earlier keys of the same requests, taken one at a time, so that they may be expanded only
+        then. Every query sees all of them. A request without keys in a chunk is empty there.
+    causal, return_softmax_lse, num_splits, fa_version, batch_invariant, stream
+        As in `flash_attn_varlen_func`.
+    out : array [total_q, Hq, Dv], optional
+        Where to write.
+
+    Returns
+    -------
+    out : array [total_q, Hq, Dv]
+    lse : array [Hq, total_q], float32
+        Only with `return_softmax_lse`: over the new tokens and all chunks.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `flash_attn_varlen_func`.
+    """
+    options: dict[str, Any] = {
+        "softmax_scale": softmax_scale,
+        "return_softmax_lse": True,
+        "num_splits": num_splits,
+        "fa_version": fa_version,
+        "batch_invariant": batch_invariant,
+        "stream": stream,
+    }
+    out, lse = flash_attn_varlen_func(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q, causal=causal, out=out,
+        **options,
+    )  # fmt: skip
+    context: tuple[Array, Array] | None = None
+    wide = False
+    for chunk in contexts:
+        found = flash_attn_varlen_func(
+            q, chunk.k, chunk.v, max_seqlen_q, cu_seqlens_q, chunk.max_seqlen_k,
+            chunk.cu_seqlens_k, **options,
+        )  # fmt: skip
+        if context is not None:
+            # Rounding each partial merge to 16 bits would add up over the chunks.
+            context = context if wide else _widened(context, stream)
+            wide = True
+            found = _widened(found, stream)
+            merge_attn_states(context[0], *context, *found, context[1], stream=stream)
+        else:
+            context = found
+    if context is not None and wide:
+        new = _widened((out, lse), stream)
+        merge_attn_states(new[0], *context, *new, lse, stream=stream)
+        with on_stream(out, stream):
+            out[...] = new[0].astype(out.dtype)
+    elif context is not None:
+        merge_attn_states(out, *context, out, lse, lse, stream=stream)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _widened(state: tuple[Array, Array], stream: Any) -> tuple[Array, Array]:
+    with on_stream(state[0], stream):
+        return state[0].astype(np.float32), state[1]
+
+
+def concat_and_cache_mla(
+    kv_c: Array,
+    k_pe: Array,
+    kv_cache: Array,
+    slot_mapping: Array,
+    kv_cache_dtype: str,
+    scale: Any,
+    *,
+    stream: Any = None,
+) -> None:
+    """Store the latent and rope parts of new tokens at their slots of a latent cache.
+
+    Parameters
+    ----------
+    kv_c : array [tokens, latent_dim], float16, bfloat16 or float32
+        At least as many tokens as `slot_mapping`; more are padding and are not read.
+    k_pe : array [tokens, rope_dim] or [tokens, 1, rope_dim]
+    kv_cache : array [num_blocks, block_size, 1, latent_dim + rope_dim]
+        Or without the axis of heads. Written in place; any strides, the last dimension contiguous.
+    slot_mapping : array [num_slots], int32 or int64
+        ``block * block_size + offset`` of each token; negative = skip the token.
+    kv_cache_dtype : str
+        As in `reshape_and_cache_flash`.
+    scale : number, or array [1], float32
+        fp8 caches store ``x / scale``, both parts; 1 otherwise. None = 1.
+    stream : int or stream, optional
+        The current stream of the arrays' device if None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `reshape_and_cache_flash`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> cache = np.zeros((2, 4, 576), np.float16)
+    >>> latent, rope = np.ones((2, 512), np.float16), np.ones((2, 64), np.float16)
+    >>> concat_and_cache_mla(latent, rope, cache, np.array([5, -1]), "auto", 1.0)
+    >>> np.flatnonzero(cache.reshape(8, 576).all(-1))
+    array([5])
+    """
+    latent, rope = as_array(kv_c, "kv_c"), as_array(k_pe, "k_pe")
+    if latent.ndim != 2:
+        raise ValueError(f"kv_c has shape {latent.shape}; it must be [tokens, latent]")
+    if rope.ndim == 2:
+        rope = rope[:, None]
+    parts = split_latent_cache(as_array(kv_cache, "kv_cache"), latent.shape[1])
+    reshape_and_cache_flash(
+        latent[:, None], rope, *parts, slot_mapping, kv_cache_dtype, scale, scale, stream=stream
+    )
+
+
+def gather_latent_cache(
+    kv_cache: Array,
+    block_table: Array,
+    cu_seqlens: Array,
+    total: int,
+    seq_starts: Array = None,
+    *,
+    stream: Any = None,
+) -> Array:
+    """Rows of a latent cache, request after request: what prefill expands of a context.
+
+    Parameters
+    ----------
+    kv_cache : array [num_blocks, block_size, 1, latent_dim + rope_dim]
+        Or without the axis of heads.
+    block_table : array [batch, max_blocks], int32
+    cu_seqlens : array [batch + 1], int32
+        Where each request's rows go; request i has ``cu_seqlens[i + 1] - cu_seqlens[i]`` of them.
+    total : int
+        ``cu_seqlens[-1]``, known on the host.
+    seq_starts : array [batch], int32, optional
+        The token of each request that is gathered first; 0 if None.
+    stream : int or stream, optional
+
+    Returns
+    -------
+    array [total, latent_dim + rope_dim]
+    """
+    xp = array_module(kv_cache)
+    rows = kv_cache.reshape(*kv_cache.shape[:2], -1)
+    block_size = rows.shape[1]
+    with on_stream(kv_cache, stream):
+        index = xp.arange(total, dtype=np.int32)
+        request = xp.searchsorted(cu_seqlens[1:], index, side="right")
+        token = index - cu_seqlens[request]
+        if seq_starts is not None:
+            token = token + seq_starts[request]
+        block = block_table[request, token // block_size]
+        # As integers: an index does not care what a row holds.
+        whole = rows.view(f"u{rows.dtype.itemsize}")
+        return whole[block, token % block_size].view(rows.dtype)
