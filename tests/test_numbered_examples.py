@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 from pathlib import Path
 
@@ -26,6 +27,21 @@ def test_example(name, words, capsys):
         assert word in printed
 
 
+def test_standard_attention_holds_the_scores_and_ours_does_not(tmp_path):
+    module = runpy.run_path(str(EXAMPLES / "06_standard_attention.py"))
+    table, picture = tmp_path / "table.json", tmp_path / "table.png"
+    rows = module["main"](["--json", str(table), "--plot", str(picture)])
+    assert len(json.loads(table.read_text())) == len(rows) == 3
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    for row in rows:
+        assert row.standard_bytes > row.score_bytes
+        # float32 on both sides: sums of 1024 products in another order.
+        assert row.largest_difference < 1e-5
+    long = rows[1]
+    assert long.flash_bytes < long.standard_bytes
+    assert long.standard_traffic == 8 * 4 * 4 * 1024**2 + 4 * 1024 * 4 * 128 * 4
+
+
 def test_every_numbered_example_is_listed():
     assert sorted(path.name for path in EXAMPLES.glob("[0-9]*.py")) == [
         "01_paged_attention.py",
@@ -33,4 +49,5 @@ def test_every_numbered_example_is_listed():
         "03_backend_engine.py",
         "04_minilm_embeddings.py",
         "05_cuda_graphs.py",
+        "06_standard_attention.py",
     ]
