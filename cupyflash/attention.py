@@ -201,7 +201,7 @@ def _refuse_on_cpu(fa_version: int | None, stream: Any) -> None:
 
 def _on_cpu(call: Call, fa_version: int | None, stream: Any) -> tuple[Any, Any]:
     _refuse_on_cpu(fa_version, stream)
-    problem, arrays, descales, _ = call
+    problem, arrays, descales = call.problem, call.arrays, call.descales
     check_bounds(call)
     out, lse = arrays.out, arrays.lse
     if out is None:

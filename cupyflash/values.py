@@ -28,12 +28,12 @@ def check_values(call: Call) -> None:
     ValueError
         A length, an entry, or a bound that is too small.
     """
-    problem, arrays, descales, on_host = call
+    problem, arrays = call.problem, call.arrays
     small = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
     read = arrays._replace(**{name: _read(getattr(arrays, name)) for name in small})
     starts_q, starts_k, lengths = _lengths(problem, read)
     KeyValue(problem, arrays.k, arrays.v, starts_k, read.block_table).check(starts_q, lengths)
-    check_bounds(Call(problem, read, descales, on_host))
+    check_bounds(call._replace(arrays=read))
 
 
 def check_bounds(call: Call) -> None:

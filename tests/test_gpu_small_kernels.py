@@ -215,8 +215,8 @@ def test_the_driver_encodes_tensor_maps(cp, device):
         )
 
     made = encode(where)
-    assert made.nbytes == 128
-    assert made.tobytes() != bytes(128)
+    assert len(made) == 128
+    assert made != bytes(128)
     assert encode(where) is made
     with pytest.raises(ValueError, match=r"refuses a tensor map.*box=\(128, 64\)"):
         encode(where, (128, 64))

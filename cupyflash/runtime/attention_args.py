@@ -6,13 +6,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from .arrays import AttentionArrays
 from .attention_plan import ATTENTION_PARAMS
 from .call import Call
 from .device import Device
 from .dtypes import FP32, scalar_type
+from .layout import Layout
 from .problem import AttentionProblem
 
 __all__ = ["Tiling", "arrays_of", "pack_attention", "results"]
+
+_FLOAT32 = np.dtype(np.float32)
+_NO_SCALES = (None, None, None)
+_WIDE = 16  # bytes of the widest access
 
 
 class Tiling(NamedTuple):
@@ -44,19 +50,18 @@ def results(call: Call, device: Device, stream: int | None) -> tuple[Any, Any]:
         shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
         out = device.empty(shape, problem.out_type.numpy, stream)
     if lse is None and problem.wants_lse:
-        lse = device.empty((problem.num_heads_q, problem.total_q), np.dtype(np.float32), stream)
+        lse = device.empty((problem.num_heads_q, problem.total_q), _FLOAT32, stream)
     return out, lse
 
 
 def arrays_of(call: Call, *more: Any) -> tuple[Any, ...]:
-    """Every array that a launch of the call may touch, for `params.KernelArgs`."""
-    used = (*call.arrays, *call.descales, *more)
-    return tuple(a for a in used if hasattr(a, "dtype"))
+    """Everything that a launch of the call may touch, for `params.KernelArgs`."""
+    return (*call.arrays, *call.descales, *more)
 
 
 def pack_attention(
     call: Call, device: Device, out: Any, lse: Any, scratch: Any, tiling: Tiling
-) -> np.ndarray[Any, Any]:
+) -> bytes:
     """The `AttentionParams` of a call.
 
     Parameters
@@ -68,42 +73,98 @@ def pack_attention(
         log-sum-exps behind them.
     tiling : Tiling
     """
+    layout = call.layout
+    shape: _Shape = layout.kept.get(tiling) or layout.keep(tiling, lambda: _Shape(layout, tiling))
+    q, k, v, cu_q, cu_k, used, table, alibi, sink = call.arrays[:9]
+    scales = call.descales if shape.scale_arrays else _NO_SCALES
+    pointer = device.pointer
+    starts = [
+        0 if a is None or type(a) is float else pointer(a)
+        for a in (q, k, v, out, lse, cu_q, cu_k, used, table, alibi, sink, *scales, scratch)
+    ]
+    starts.append(starts[-1] and starts[-1] + shape.partial_lse_offset)
+    if (starts[0] | starts[1] | starts[2] | starts[3]) % _WIDE:
+        tail = shape.tail(starts)
+    else:
+        tail = shape.aligned
+    return ATTENTION_PARAMS.pack_head(tail, *starts)
 
-    def pointer(array: Any) -> int:
-        return 0 if array is None else device.pointer(array)
 
-    problem, arrays = call.problem, call.arrays
-    q, k, v = arrays.q, arrays.k, arrays.v
-    alibi, sink, table = arrays.alibi_slopes, arrays.s_aux, arrays.block_table
-    scales = [d if hasattr(d, "dtype") else None for d in call.descales]
-    numbers = [1.0 if d is None or hasattr(d, "dtype") else d for d in call.descales]
-    partial_out = pointer(scratch)
-    partial_lse = partial_out + tiling.partial_rows * problem.head_dim_v * 4
-    sink_type = None if sink is None else scalar_type(sink.dtype)
-    return ATTENTION_PARAMS.pack(
-        pointer(q),
-        pointer(k),
-        pointer(v),
-        pointer(out),
-        pointer(lse),
-        pointer(arrays.cu_seqlens_q),
-        pointer(arrays.cu_seqlens_k),
-        pointer(arrays.seqused_k),
-        pointer(table),
-        pointer(alibi),
-        pointer(sink),
-        *(pointer(scale) for scale in scales),
-        partial_out,
-        partial_lse if partial_out else 0,
-        *q.strides[:2],
-        *_cache_strides(k),
-        *_cache_strides(v),
-        *out.strides[:2],
-        *((0, 0) if lse is None else lse.strides),
-        0 if table is None else table.strides[0],
-        *((0, 0) if alibi is None else (0, *alibi.strides)[-2:]),
-        0 if sink is None else sink.strides[0],
+class _Shape:
+    """The fields that do not depend on addresses."""
+
+    def __init__(self, layout: Layout, tiling: Tiling) -> None:
+        problem, scales = layout.problem, layout.scales
+        arrays = AttentionArrays(*layout.specs)
+        self.scale_arrays = any(type(scale) is tuple for scale in scales)
+        self.partial_lse_offset = tiling.partial_rows * problem.head_dim_v * 4
+        out = arrays.out or _contiguous(
+            (problem.total_q, problem.num_heads_q, problem.head_dim_v), problem.out_type.numpy
+        )
+        lse = arrays.lse
+        if lse is None and problem.wants_lse:
+            lse = _contiguous((problem.num_heads_q, problem.total_q), _FLOAT32)
+        self._strides = _strides(arrays, out, lse, scales)
+        self._numbers = _numbers(problem, arrays, tiling)
+        self._floats = _floats(problem, scales)
+        self._widths = [
+            (_joined(spec), nbytes)
+            for spec, nbytes in (
+                *((s, 8 * s[1].itemsize) for s in (arrays.q, arrays.k, arrays.v)),
+                (out, 4),
+            )
+        ]
+        self.aligned = self.tail([0, 0, 0, 0])
+
+    def tail(self, starts: list[int]) -> bytes:
+        """Those fields, for q, k, v and out at these addresses."""
+        vectorised = [
+            (start | strides) % nbytes == 0
+            for start, (strides, nbytes) in zip(starts, self._widths, strict=False)
+        ]
+        return ATTENTION_PARAMS.pack_tail(
+            *self._strides, *self._numbers, *vectorised, *self._floats
+        )
+
+
+Spec = tuple[tuple[int, ...], Any, tuple[int, ...]]
+
+
+def _contiguous(shape: tuple[int, ...], dtype: Any) -> Spec:
+    strides = [int(dtype.itemsize)]
+    for count in shape[:0:-1]:
+        strides.insert(0, strides[0] * count)
+    return shape, dtype, tuple(strides)
+
+
+def _joined(spec: Spec) -> int:
+    """The bits that any row's address has besides the first one's."""
+    bits = 0
+    for stride in spec[2][:-1]:
+        bits |= stride
+    return bits
+
+
+def _strides(
+    arrays: AttentionArrays, out: Spec, lse: Spec | None, scales: tuple[Any, ...]
+) -> tuple[int, ...]:
+    table, alibi, sink = arrays.block_table, arrays.alibi_slopes, arrays.s_aux
+    return (
+        *arrays.q[2][:2],
+        *_cache_strides(arrays.k),
+        *_cache_strides(arrays.v),
+        *out[2][:2],
+        *((0, 0) if lse is None else lse[2]),
+        0 if table is None else table[2][0],
+        *((0, 0) if alibi is None else (0, *alibi[2])[-2:]),
+        0 if sink is None else sink[2][0],
         *(stride for scale in scales for stride in _descale_strides(scale)),
+    )
+
+
+def _numbers(problem: AttentionProblem, arrays: AttentionArrays, tiling: Tiling) -> tuple[int, ...]:
+    sink_type = None if arrays.s_aux is None else scalar_type(arrays.s_aux[1])
+    return (
         problem.batch,
         problem.total_q,
         problem.num_heads_q,
@@ -119,25 +180,25 @@ def pack_attention(
         problem.q_type.code,
         problem.out_type.code,
         (sink_type or FP32).code,
-        *(_aligned(device, array, 8 * array.itemsize) for array in (q, k, v)),
-        _aligned(device, out, 4),
-        problem.softmax_scale * numbers[0] * numbers[1],
-        numbers[2],
-        problem.softcap,
     )
 
 
-def _cache_strides(array: Any) -> tuple[int, ...]:
+def _floats(problem: AttentionProblem, scales: tuple[Any, ...]) -> tuple[float, ...]:
+    q, k, v = (scale if type(scale) is float else 1.0 for scale in scales)
+    return problem.softmax_scale * q * k, v, problem.softcap
+
+
+def _cache_strides(spec: Spec) -> tuple[int, ...]:
     """Of (block, token, head)."""
-    strides = tuple(array.strides)
+    strides = spec[2]
     return strides[:3] if len(strides) == 4 else (0, *strides[:2])
 
 
 def _descale_strides(scale: Any) -> tuple[int, int]:
     """Of (request, head); one value serves all."""
-    if scale is None or scale.ndim < 2:
+    if type(scale) is not tuple or len(scale[2]) < 2:
         return 0, 0
-    return int(scale.strides[0]), int(scale.strides[1])
+    return scale[2][0], scale[2][1]
 
 
 def _window(problem: AttentionProblem) -> tuple[int, int]:
@@ -145,11 +206,3 @@ def _window(problem: AttentionProblem) -> tuple[int, int]:
     far = problem.max_seqlen_q + problem.max_seqlen_k
     left, right = problem.window_left, problem.window_right
     return (-1 if left >= far else left), (-1 if right >= far else right)
-
-
-def _aligned(device: Device, array: Any, nbytes: int) -> bool:
-    """Whether every row starts at a multiple of ``nbytes``."""
-    bits = device.pointer(array)
-    for stride in array.strides[:-1]:
-        bits |= stride
-    return bits % nbytes == 0

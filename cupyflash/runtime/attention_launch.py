@@ -6,15 +6,17 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import place
 from .attention_args import Tiling, arrays_of, pack_attention, results
 from .attention_plan import AttentionPlan, make_attention_plan
 from .call import Call
-from .device import Device, device_for
+from .device import Device, DeviceInfo, device_for
 from .launch import launch, stream_handle
+from .layout import Layout
 from .params import KernelArgs
 from .workspace import scratch_of
 
-__all__ = ["attend"]
+__all__ = ["attend", "usable_bytes"]
 
 
 def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> tuple[Any, Any]:
@@ -42,20 +44,38 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
     del scheduler_metadata
-    device, queue, problem = device_for(call.arrays.q), stream_handle(stream), call.problem
-    if workspace is not None:
-        _check_workspace(device, workspace)
-        plan = make_attention_plan(problem, device.info, int(workspace.nbytes))
-        return _launch(call, plan, device, workspace, queue)
-    plan = make_attention_plan(problem, device.info)
-    if not plan.forward.workspace_bytes:
-        return _launch(call, plan, device, None, queue)
-    with scratch_of(device, queue) as scratch:
-        block = scratch.reserve(plan.forward.workspace_bytes)
-        return _launch(call, plan, device, block, queue)
+    device, given = device_for(call.arrays.q), stream_handle(stream)
+    plan, tiling = _plan(call.layout, device.info, usable_bytes(call, device, workspace))
+    out, lse = results(call, device, given)
+    queue = device.current_stream() if given is None else given
+    if plan.combine is None:
+        _queue(call, plan, tiling, device, (out, lse), None, queue)
+    elif workspace is not None:
+        _queue(call, plan, tiling, device, (out, lse), workspace, queue)
+    else:
+        with scratch_of(device, queue) as scratch:
+            block = scratch.reserve(plan.forward.workspace_bytes)
+            _queue(call, plan, tiling, device, (out, lse), block, queue)
+    return out, lse
 
 
-def _check_workspace(device: Device, workspace: Any) -> None:
+def _plan(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[AttentionPlan, Tiling]:
+    key = info if limit is None else (info, limit)
+    return layout.kept.get(key) or layout.keep(key, lambda: _make_plan(layout, info, limit))
+
+
+def _make_plan(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[AttentionPlan, Tiling]:
+    limits = () if limit is None else (limit,)
+    plan = make_attention_plan(layout.problem, info, *limits)
+    tiling = Tiling(plan.chunk, plan.blocks_a_request, plan.row_block, plan.partial_rows)
+    return plan, tiling
+
+
+def usable_bytes(call: Call, device: Device, workspace: Any) -> int | None:
+    """Bytes of the caller's workspace."""
+    if workspace is None:
+        return None
+    place(("q", "workspace"), (call.arrays.q, workspace))
     if workspace.dtype != np.uint8 or workspace.ndim != 1 or workspace.strides != (1,):
         raise ValueError(
             f"workspace is {workspace.dtype} {workspace.shape}; it must be contiguous uint8 "
@@ -63,17 +83,20 @@ def _check_workspace(device: Device, workspace: Any) -> None:
         )
     if device.pointer(workspace) % 16:
         raise ValueError("workspace must start at a multiple of 16 bytes")
+    return int(workspace.nbytes)
 
 
-def _launch(
-    call: Call, plan: AttentionPlan, device: Device, workspace: Any, stream: int | None
-) -> tuple[Any, Any]:
-    out, lse = results(call, device, stream)
-    scratch = workspace if plan.combine is not None else None
-    tiling = Tiling(plan.chunk, plan.blocks_a_request, plan.row_block, plan.partial_rows)
-    packed = pack_attention(call, device, out, lse, scratch, tiling)
-    args = KernelArgs((packed,), arrays_of(call, out, lse, scratch))
+def _queue(
+    call: Call,
+    plan: AttentionPlan,
+    tiling: Tiling,
+    device: Device,
+    found: tuple[Any, Any],
+    scratch: Any,
+    stream: int,
+) -> None:
+    packed = pack_attention(call, device, *found, scratch, tiling)
+    args = KernelArgs((packed,), arrays_of(call, *found, scratch))
     launch(device, plan.forward, args, stream)
     if plan.combine is not None:
         launch(device, plan.combine, args, stream)
-    return out, lse

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import AttentionArrays, as_array, place, specs
+from .foreign import is_array
+from .layout import Layout
 from .problem import AttentionProblem, describe
 from .rules.numbers import flag, name_of_type, non_negative, number
+from .rules.score import window
 
 __all__ = ["Call", "prepare", "refuse_options", "scale_argument"]
 
-_NO_DESCALES = (None, None, None)
+_TWO_INTEGERS = [int, int]
 _DESCALE_NAMES = ("q_descale", "k_descale", "v_descale")
+_MOST_LAYOUTS = 4096
+_layouts: dict[Any, Layout] = {}
+_seen = attrgetter("__class__", "data.device_id", "shape", "dtype", "strides")
+_make = tuple.__new__  # as a NamedTuple's own, in a third of the time
 
 
 class Call(NamedTuple):
@@ -29,12 +37,15 @@ class Call(NamedTuple):
         For q, k and v: None, a float, or an array.
     on_host : bool
         Computed with NumPy.
+    layout : Layout
+        What it shares with every call of the same shapes, strides and options.
     """
 
     problem: AttentionProblem
     arrays: AttentionArrays
     descales: tuple[Any, Any, Any]
     on_host: bool
+    layout: Layout
 
 
 def prepare(
@@ -51,56 +62,105 @@ def prepare(
     wants_lse: bool,
     num_splits: int,
     batch_invariant: bool,
+    stream: Any = None,
 ) -> Call:
     """Validate one call of ``flash_attn_varlen_func``; no array is read.
+
+    Arrays of other libraries are ready for ``stream``.
 
     Raises
     ------
     TypeError, ValueError
         As ``flash_attn_varlen_func``.
     """
-    if descales[0] is None and descales[1] is None and descales[2] is None:
-        placed, on_host = place(AttentionArrays._fields, arrays)
-        scale_specs: tuple[Any, ...] = _NO_DESCALES
-    else:
-        placed, descales, on_host = _place_with_descales(arrays, descales)
-        scale_specs = tuple(
-            (s.shape, s.dtype, s.strides) if hasattr(s, "shape") else s for s in descales
-        )
+    # What is of the right type already is passed on; the rest is converted or refused.
     if type(max_seqlen_q) is not int or max_seqlen_q < 0:
         max_seqlen_q = non_negative("max_seqlen_q", max_seqlen_q)
     if type(max_seqlen_k) is not int or max_seqlen_k < 0:
         max_seqlen_k = non_negative("max_seqlen_k", max_seqlen_k)
     if type(num_splits) is not int or num_splits < 0:
         num_splits = non_negative("num_splits", num_splits)
-    problem = describe(
-        specs(placed),
-        scale_specs,
-        max_seqlen_q,
-        max_seqlen_k,
-        softmax_scale if softmax_scale is None else number("softmax_scale", softmax_scale),
-        flag("causal", causal),
-        window_size if window_size is None else tuple(window_size),
-        number("softcap", softcap),
-        name_of_type("fp8_dtype", fp8_dtype),
-        q_fp8_dtype if q_fp8_dtype is None else name_of_type("q_fp8_dtype", q_fp8_dtype),
-        flag("return_softmax_lse", wants_lse),
-        num_splits,
-        flag("batch_invariant", batch_invariant),
-        on_host,
+    if softmax_scale is not None and type(softmax_scale) is not float:
+        softmax_scale = number("softmax_scale", softmax_scale)
+    if type(softcap) is not float:
+        softcap = number("softcap", softcap)
+    if type(causal) is not bool:
+        causal = flag("causal", causal)
+    if type(wants_lse) is not bool:
+        wants_lse = flag("return_softmax_lse", wants_lse)
+    if type(batch_invariant) is not bool:
+        batch_invariant = flag("batch_invariant", batch_invariant)
+    if window_size is not None:
+        window_size = tuple(window_size)
+        if [type(side) for side in window_size] != _TWO_INTEGERS:
+            window_size = window(window_size, False)
+    if type(fp8_dtype) is not str:
+        fp8_dtype = name_of_type("fp8_dtype", fp8_dtype)
+    if q_fp8_dtype is not None and type(q_fp8_dtype) is not str:
+        q_fp8_dtype = name_of_type("q_fp8_dtype", q_fp8_dtype)
+    options = (
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, fp8_dtype,
+        q_fp8_dtype, wants_lse, num_splits, batch_invariant,
+    )  # fmt: skip
+    key = _key(arrays, descales, options)
+    layout = None if key is None else _layouts.get(key)
+    if layout is None:
+        return _place_and_describe(arrays, descales, options, key, stream)
+    return _make(Call, (layout.problem, arrays, descales, False, layout))
+
+
+def _key(arrays: AttentionArrays, descales: tuple[Any, Any, Any], options: Any) -> Any:
+    """Equal for calls that are described alike; None where arrays must be looked at first.
+
+    It holds all that describing looks at, of arrays that are a GPU's. Those of NumPy have no
+    ``data.device_id`` (or no ``data``: ValueError for some dtypes), lists and tensors neither.
+    """
+    try:
+        seen = tuple([None if a is None else _seen(a) for a in arrays])
+        if descales[0] is None and descales[1] is None and descales[2] is None:
+            return seen, options
+        scales = [None if s is None else s if type(s) is float else _seen(s) for s in descales]
+    except (AttributeError, ValueError):
+        return None
+    return seen, options, *scales
+
+
+def _place_and_describe(
+    arrays: AttentionArrays,
+    descales: tuple[Any, Any, Any],
+    options: tuple[Any, ...],
+    key: Any,
+    stream: Any,
+) -> Call:
+    given = (*arrays, *descales)
+    placed, descales, on_host = _placed(arrays, descales, stream)
+    _, _, softmax_scale, _, _, softcap, *_ = options
+    if softmax_scale is not None:
+        number("softmax_scale", softmax_scale)  # finite
+    number("softcap", softcap)
+    found = specs(placed)
+    scales = tuple(
+        s if s is None or type(s) is float else (s.shape, s.dtype, s.strides) for s in descales
     )
-    if placed is not arrays:
-        arrays = AttentionArrays(*placed)
-    return Call(problem, arrays, descales, on_host)
+    own_key = (found, scales, options, on_host)
+    layout = _layouts.get(own_key)
+    if layout is None:
+        layout = Layout(describe(found, scales, *options, on_host), found, scales)
+    if len(_layouts) >= _MOST_LAYOUTS:
+        _layouts.clear()
+    layout = _layouts.setdefault(own_key, layout)
+    if key is not None and all(a is b for a, b in zip(given, (*placed, *descales), strict=True)):
+        _layouts[key] = layout
+    return Call(layout.problem, AttentionArrays(*placed), descales, on_host, layout)
 
 
-def _place_with_descales(
-    arrays: AttentionArrays, descales: tuple[Any, Any, Any]
+def _placed(
+    arrays: AttentionArrays, descales: tuple[Any, Any, Any], stream: Any
 ) -> tuple[Any, tuple[Any, Any, Any], bool]:
-    q, k, v = (scale_argument(name, d) for name, d in zip(_DESCALE_NAMES, descales, strict=True))
-    extra = [s if hasattr(s, "shape") else None for s in (q, k, v)]
+    q, k, v = (scale_argument(n, d, stream) for n, d in zip(_DESCALE_NAMES, descales, strict=True))
+    extra = [None if type(s) is float else s for s in (q, k, v)]
     names = (*AttentionArrays._fields, *_DESCALE_NAMES)
-    placed, on_host = place(names, (*arrays, *extra))
+    placed, on_host = place(names, (*arrays, *extra), stream)
     q, k, v = (
         given if array is None else array
         for given, array in zip((q, k, v), placed[len(arrays) :], strict=True)
@@ -108,7 +168,7 @@ def _place_with_descales(
     return placed[: len(arrays)], (q, k, v), on_host
 
 
-def scale_argument(name: str, value: Any) -> Any:
+def scale_argument(name: str, value: Any, stream: Any = None) -> Any:
     """A scale as None, a float, or an array.
 
     Raises
@@ -118,10 +178,12 @@ def scale_argument(name: str, value: Any) -> Any:
     """
     if value is None:
         return None
+    if type(value).__module__ == "cupy":
+        return value
     if isinstance(value, np.ndarray) and value.ndim == 0:
         return number(name, value)
-    if hasattr(value, "shape") and not isinstance(value, np.generic):
-        return as_array(value, name)
+    if is_array(value):
+        return as_array(value, name, stream)
     return number(name, value)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Protocol
 
 from .params import KernelArgs
@@ -38,6 +39,15 @@ class DeviceInfo:
     num_sms: int
     smem_optin: int
     l2_bytes: int = 0
+    _hash: int = field(init=False, repr=False, compare=False, default=0)
+
+    def __post_init__(self) -> None:
+        values = (self.name, self.ordinal, self.capability, self.num_sms, self.smem_optin)
+        object.__setattr__(self, "_hash", hash(values))
+
+    def __hash__(self) -> int:
+        """Made once: a warm call finds what was planned for the device by it."""
+        return self._hash
 
 
 Kernel = Any
@@ -70,7 +80,7 @@ class Device(Protocol):
         swizzle: int,
         l2_promotion: int,
         oob_fill: int,
-    ) -> Any:
+    ) -> bytes:
         """A packed 128-byte tensor map; enums are those of ``cuTensorMapEncodeTiled``."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any, stream: int | None) -> Any:
@@ -99,9 +109,14 @@ def device_for(array: Any) -> Device:
     device = _active.get()
     if device is not None:
         return device
-    from .cupy_device import cupy_device
+    return _gpus().cupy_device(array.data.device_id)  # type: ignore[no-any-return]
 
-    return cupy_device(array.data.device_id)
+
+@cache
+def _gpus() -> Any:
+    from . import cupy_device
+
+    return cupy_device
 
 
 @contextmanager

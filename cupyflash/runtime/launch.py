@@ -23,7 +23,8 @@ def launch(device: Device, plan: Plan, args: KernelArgs, stream: int | None) -> 
         As `compile.load_kernel`.
     """
     if 0 not in plan.grid:
-        device.launch(load_kernel(plan.variant, device, stream), plan, args, stream)
+        kernel = device.kernels.get(plan.variant) or load_kernel(plan.variant, device, stream)
+        device.launch(kernel, plan, args, stream)
 
 
 def prepare(device: Device, plans: Iterable[Plan], stream: int | None = None) -> None:

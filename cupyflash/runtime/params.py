@@ -6,8 +6,6 @@ import struct
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 __all__ = ["KernelArgs", "ParamsLayout"]
 
 _CODES = {"ptr": "Q", "i64": "q", "u64": "Q", "i32": "i", "u32": "I", "f32": "f"}
@@ -38,22 +36,19 @@ class ParamsLayout:
         self._struct = struct.Struct("=" + "".join(_CODES[kind] for _, kind in fields) + "x" * pad)
         self._parts: dict[int, struct.Struct] = {}
         self.nbytes = self._struct.size
-        self._dtype = np.dtype([("bytes", np.void, self.nbytes)])
 
-    def pack(self, *values: Any) -> np.ndarray[Any, Any]:
-        """A 0-d structured array that CuPy passes by value; one value a field, in order."""
-        return self._by_value(self._struct.pack(*values))
+    def pack(self, *values: Any) -> bytes:
+        """The struct that a launch passes by value; one value a field, in order."""
+        return self._struct.pack(*values)
 
     def pack_tail(self, *values: Any) -> bytes:
         """The last fields, for `pack_head`: what calls of one shape have in common."""
         return self._part(-len(values)).pack(*values)
 
-    def pack_head(self, tail: bytes, *values: Any) -> np.ndarray[Any, Any]:
+    def pack_head(self, tail: bytes, *values: Any) -> bytes:
         """What `pack` makes, of the first fields and the packed rest."""
-        return self._by_value(self._part(len(values)).pack(*values) + tail)
-
-    def _by_value(self, packed: bytes) -> np.ndarray[Any, Any]:
-        return np.frombuffer(packed, self._dtype).reshape(())
+        part = self._parts.get(len(values)) or self._part(len(values))
+        return part.pack(*values) + tail
 
     def _part(self, count: int) -> struct.Struct:
         """The first ``count`` fields, or the last ``-count`` and the padding."""
@@ -64,9 +59,9 @@ class ParamsLayout:
             found = self._parts[count] = struct.Struct("=" + cut)
         return found
 
-    def unpack(self, packed: np.ndarray[Any, Any]) -> dict[str, Any]:
+    def unpack(self, packed: bytes) -> dict[str, Any]:
         """The fields of a packed struct by name (for tests and error reports)."""
-        return dict(zip(self.names, self._struct.unpack(packed.tobytes()), strict=True))
+        return dict(zip(self.names, self._struct.unpack(packed), strict=True))
 
 
 @dataclass(slots=True)
@@ -75,12 +70,13 @@ class KernelArgs:
 
     Attributes
     ----------
-    values : tuple of ndarray
+    values : tuple of bytes
         Structs passed by value: the params, then any 128-byte tensor maps.
     arrays : tuple
-        Every device array that a pointer in ``values`` refers to. They stay alive until the launch
-        is queued, and they are the only memory the kernel may touch.
+        Every device array that a pointer in ``values`` refers to, and possibly things that are no
+        arrays. They stay alive until the launch is queued, and they are the only memory the kernel
+        may touch.
     """
 
-    values: tuple[np.ndarray[Any, Any], ...]
+    values: tuple[bytes, ...]
     arrays: tuple[Any, ...] = field(default=())

@@ -6,11 +6,11 @@ import ctypes
 from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
+from .driver import driver_function
 
 __all__ = ["encode_tensor_map"]
 
-TENSOR_MAP = np.dtype([("opaque", np.uint64, 16)])
+_NBYTES = 128
 _ALIGNMENT = 64
 
 
@@ -24,8 +24,8 @@ def encode_tensor_map(
     swizzle: int,
     l2_promotion: int,
     oob_fill: int,
-) -> np.ndarray[Any, Any]:
-    """A 128-byte tensor map, passed to a kernel by value. Read-only: equal calls share it.
+) -> bytes:
+    """A 128-byte tensor map, passed to a kernel by value. Equal calls share it.
 
     Parameters
     ----------
@@ -45,11 +45,10 @@ def encode_tensor_map(
         The driver refuses the map; the text names all that was asked.
     """
     rank = len(shape)
-    raw = np.zeros(TENSOR_MAP.itemsize + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    out = raw[start : start + TENSOR_MAP.itemsize]
+    raw = ctypes.create_string_buffer(_NBYTES + _ALIGNMENT)
+    start = -ctypes.addressof(raw) % _ALIGNMENT
     status = _encode_tiled()(
-        out.ctypes.data,
+        ctypes.addressof(raw) + start,
         element_type,
         rank,
         pointer,
@@ -69,20 +68,12 @@ def encode_tensor_map(
             f"swizzle={swizzle}; the address and strides must be multiples of 16, a box at most "
             "256 in each dimension, its row at most the swizzle's width"
         )
-    packed = out.view(TENSOR_MAP).reshape(())
-    packed.flags.writeable = False
-    return packed
+    return raw.raw[start : start + _NBYTES]
 
 
 @cache
 def _encode_tiled() -> Any:
-    try:
-        function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
-    except (OSError, AttributeError) as error:
-        raise RuntimeError(
-            f"tensor maps need an NVIDIA driver of CUDA 12 or later: {error}"
-        ) from error
+    function = driver_function("cuTensorMapEncodeTiled")
     pointer, u32 = ctypes.c_void_p, ctypes.c_uint32
     function.argtypes = [pointer, u32, u32, pointer, *[pointer] * 4, *[u32] * 4]
-    function.restype = u32
     return function
