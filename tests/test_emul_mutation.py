@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 from emulator import EmulatedDevice
-from emulator.mutants import MUTANTS, doubled, split_sum
+from emulator.mutants import MUTANTS, doubled, exchanged, split_sum
 from emulator.toys import attend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 SEEDS = range(1, 21)
 CASES, DEEP_CASES = 60, 1000
+KERNELS = ["fa2", "fa3", "split", "pipeline", "cluster"]
 seeds = st.integers(0, 2**20)
 
 
@@ -51,15 +52,20 @@ def clean(examples):
     def pipeline(tiles, ctas, seed):
         assert doubled(seed, tiles=tiles, ctas=ctas) == 0
 
-    return {"fa2": fa2, "fa3": fa3, "split": split, "pipeline": pipeline}
+    @settings(max_examples=examples, deadline=None, database=None)
+    @given(tiles=st.integers(1, 9), seed=seeds)
+    def cluster(tiles, seed):
+        assert exchanged(seed, tiles=tiles) == 0
+
+    return {"fa2": fa2, "fa3": fa3, "split": split, "pipeline": pipeline, "cluster": cluster}
 
 
-@pytest.mark.parametrize("kernel", ["fa2", "fa3", "split", "pipeline"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_emul_raises_no_false_alarm(kernel):
     clean(CASES)[kernel]()
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("kernel", ["fa2", "fa3", "split", "pipeline"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_emul_raises_no_false_alarm_deep(kernel):
     clean(DEEP_CASES)[kernel]()

@@ -12,7 +12,7 @@ from .device import EmulatedDevice, device_array
 from .report import EmulatorError
 from .toys import attend, load, pointer
 
-__all__ = ["MUTANTS", "Mutant", "doubled", "split_sum"]
+__all__ = ["MUTANTS", "Mutant", "doubled", "exchanged", "split_sum"]
 
 SM80, SM90 = EmulatedDevice("sm_80"), EmulatedDevice("sm_90a")
 PAGE, DIM = 16, 32
@@ -72,6 +72,22 @@ def doubled(seed: int, bug: int = 0, tiles: int = 11, ctas: int = 2) -> float:
     return float(np.nan_to_num(np.abs(out - 2 * data), nan=np.inf).max())
 
 
+def exchanged(seed: int, bug: int = 0, tiles: int = 5) -> float:
+    """The largest error of cluster.cu."""
+    ranks, floats = 4, 128
+    data = device_array((tiles, floats), np.float32, np.arange(tiles * floats).reshape(tiles, -1))
+    out = device_array((4, ranks, floats), np.float32, 0.0)
+    program = load("cluster.cu", "sm_90a", "exchange", (f"BUG={bug}",))
+    args = [pointer(data), pointer(out), np.int32(tiles)]
+    SM90.run(program, (ranks,), (floats,), 0, args, [data, out], seed=seed)
+    mine = data.sum(0) * (np.arange(ranks)[:, None] + 1)
+    expected = np.zeros_like(out)
+    expected[0, 0] = expected[1] = mine.sum(0)
+    expected[2] = np.roll(mine, 1, 0)
+    expected[3] = expected[2] + np.arange(floats)
+    return float(np.nan_to_num(np.abs(out - expected), nan=np.inf).max())
+
+
 @dataclass(frozen=True)
 class Mutant:
     """``run(seed)`` gives the error of the output; more than ``tolerance`` counts as caught."""
@@ -127,6 +143,14 @@ PIPELINE += ["no proxy fence", "stored before all have written", "misaligned bul
 PIPELINE += ["exit before the store has read", "barrier that a warp never reaches"]
 
 
+CLUSTER = ["no fence after mbarrier.init", "no barrier of the cluster before remote accesses"]
+CLUSTER += ["relaxed barrier before reads", "remote arrival at CTA scope", "wait at CTA scope"]
+CLUSTER += ["stored to the wrong rank", "stage refilled before all have read it"]
+CLUSTER += ["multicast leaves one out", "expect_tx too small", "no proxy fence before a copy"]
+CLUSTER += ["exit before others have read", "no barrier before remote reads"]
+CLUSTER += ["source of a copy overwritten in flight"]
+
+
 def _attention(file: str, bug: int) -> Callable[[int], float]:
     device = SM80 if file == "fa2.cu" else SM90
     return lambda seed: attend(device, file, 200, 1, True, seed, (f"BUG={bug}",))[0]
@@ -140,7 +164,12 @@ def _pipeline(bug: int) -> Callable[[int], float]:
     return lambda seed: doubled(seed, bug)
 
 
+def _cluster(bug: int) -> Callable[[int], float]:
+    return lambda seed: exchanged(seed, bug)
+
+
 MUTANTS = [Mutant(f"fa2: {n}", _attention("fa2.cu", i), 0.02) for i, n in enumerate(FA2, 1)]
 MUTANTS += [Mutant(f"fa3: {n}", _attention("fa3.cu", i), 0.02) for i, n in enumerate(FA3, 1)]
 MUTANTS += [Mutant(f"split: {n}", _split(i), 0.0) for i, n in enumerate(SPLIT, 1)]
 MUTANTS += [Mutant(f"pipeline: {n}", _pipeline(i), 0.0) for i, n in enumerate(PIPELINE, 1)]
+MUTANTS += [Mutant(f"cluster: {n}", _cluster(i), 0.0) for i, n in enumerate(CLUSTER, 1)]

@@ -135,7 +135,7 @@ std::shared_ptr<const Foreign> abroad(const Warp& w, const Order& o, bool writes
     for (int i = 0; i < nm(w); i++)
       if (const uint32_t phase = o.seen.mbar[i]) {
         Known& e = f->known[entity(w.cta->index, kMbarrierWriter + i)];
-        e.seen.all = std::max(e.seen.all, phase);
+        e.seen.all = e.done.all = std::max(e.seen.all, phase);
       }
   return writes ? f : reads_only(*f);
 }

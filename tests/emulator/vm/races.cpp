@@ -99,8 +99,9 @@ static void write_checks(Warp& w, const Cta& cta, SharedShadow& s, int i, uint32
   if (c.pending_reads) race(w, "write over the source of an asynchronous read in flight", addr, true, lane, of_cell(cta, c));
   if (c.clock && !(c.strong && (how & kStrong))) {
     const bool same_instruction = c.warp == w.id && c.from == after(cta, *w.cta) && c.pc == w.pc && c.clock == w.clock;
-    if (!same_instruction && !ordered(w, lane, of_cell(cta, c), false))
-      race(w, "write not ordered after a write", addr, true, lane, of_cell(cta, c));
+    Record o = of_cell(cta, c);
+    o.read = c.warp >= kMbarrierWriter;  // of a copy that has landed it only matters that it is done
+    if (!same_instruction && !ordered(w, lane, o, false)) race(w, "write not ordered after a write", addr, true, lane, o);
   }
   const int self = reader(cta, w);
   for (int q = 0; q < int(s.reads.size()); q++) {

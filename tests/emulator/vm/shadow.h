@@ -21,7 +21,7 @@ struct Record {  // one access
   // A shared-memory read by the whole warp at once: done before any lane goes on, so that a later release by
   // one lane covers it. Between lanes of the warp itself it orders nothing.
   bool converged : 1;
-  bool read : 1;
+  bool read : 1;  // done, rather than visible, is what later accesses need it to be
 
   Record() : generic(false), converged(false), read(false) {}
 };
