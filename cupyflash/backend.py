@@ -190,9 +190,10 @@ class AttentionBackend(ABC):
     @abstractmethod
     def get_builder_cls() -> type[AttentionMetadataBuilder[Any]]: ...
 
-    @staticmethod
+    @classmethod
     @abstractmethod
     def get_kv_cache_shape(
+        cls,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,

@@ -61,8 +61,9 @@ class FlashAttentionBackend(AttentionBackend):
     def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
         return FlashAttentionMetadataBuilder
 
-    @staticmethod
+    @classmethod
     def get_kv_cache_shape(
+        cls,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
@@ -74,12 +75,14 @@ class FlashAttentionBackend(AttentionBackend):
         Raises
         ------
         ValueError
-            A block size that is not a multiple of 16.
+            A block size that `get_supported_kernel_block_sizes` does not name.
         """
-        if block_size < 1 or block_size % 16:
-            nearest = max(16, -(-block_size // 16) * 16)
+        if not cls.supports_block_size(block_size):
+            size = cls.get_supported_kernel_block_sizes()[0]
+            base = size.base if isinstance(size, MultipleOf) else size
+            nearest = max(base, -(-block_size // base) * base)
             raise ValueError(
-                f"block_size={block_size} must be a multiple of 16; the nearest is {nearest}"
+                f"block_size={block_size} must be a multiple of {base}; the nearest is {nearest}"
             )
         return (2, num_blocks, block_size, num_kv_heads, head_size)
 

@@ -135,6 +135,7 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         TypeError, ValueError, NotImplementedError
             As `flash_attn_varlen_func`; or an option that the backend does not have.
         """
+        self._check_place(query)
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: attention writes 16 bit; quantise its output")
         if attn_metadata is None:
@@ -174,6 +175,9 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         caches = split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
         scales = (layer._k_scale, layer._v_scale) if self._fp8 else (1.0, 1.0)
         reshape_and_cache_flash(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
+
+    def _check_place(self, query: Array) -> None:
+        """Refuse arrays that are not where this backend computes; here the arrays decide."""
 
     def _refuse(self, metadata: FlashAttentionMetadata) -> None:
         if metadata.dcp_context_kv_lens is not None:

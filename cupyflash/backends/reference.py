@@ -8,7 +8,6 @@ import numpy as np
 
 from cupyflash.backend import (
     AttentionCGSupport,
-    AttentionLayer,
     AttentionSelectorConfig,
     MultipleOf,
 )
@@ -17,7 +16,6 @@ from cupyflash.runtime.dtypes import BF16, FP16, FP32, ScalarType
 from .flash_attn import FlashAttentionBackend
 from .flash_attn_builder import FlashAttentionMetadataBuilder
 from .flash_attn_impl import FlashAttentionImpl
-from .flash_attn_metadata import FlashAttentionMetadata
 
 __all__ = ["ReferenceBackend"]
 
@@ -29,36 +27,14 @@ class ReferenceMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 class ReferenceImpl(FlashAttentionImpl):
-    """One layer on NumPy arrays."""
+    """One layer on NumPy arrays; others are a TypeError."""
 
-    def forward(
-        self,
-        layer: AttentionLayer,
-        query: Any,
-        key: Any,
-        value: Any,
-        kv_cache: Any,
-        attn_metadata: FlashAttentionMetadata | None,
-        output: Any,
-        output_scale: Any = None,
-        output_block_scale: Any = None,
-    ) -> Any:
-        """As `FlashAttentionImpl.forward`.
-
-        Raises
-        ------
-        TypeError
-            The query is not a NumPy array.
-        """
+    def _check_place(self, query: Any) -> None:
         if not isinstance(query, np.ndarray):
             raise TypeError(
                 f"query is {type(query).__module__}.{type(query).__name__}; the REFERENCE backend "
                 "computes NumPy arrays, FLASH_ATTN those on a GPU"
             )
-        return super().forward(
-            layer, query, key, value, kv_cache, attn_metadata, output, output_scale,
-            output_block_scale,
-        )  # fmt: skip
 
 
 class ReferenceBackend(FlashAttentionBackend):
@@ -85,17 +61,6 @@ class ReferenceBackend(FlashAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[ReferenceMetadataBuilder]:
         return ReferenceMetadataBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        """[2, num_blocks, block_size, num_kv_heads, head_size]: keys, then values."""
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     @classmethod
     def supports_compute_capability(cls, capability: tuple[int, int] | None) -> bool:
