@@ -9,10 +9,12 @@ ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_first_example_prints_what_it_says(capsys):
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    exec(compile(code, "README.md", "exec"), {})
-    assert capsys.readouterr().out == "(5, 8, 64) (8, 5)\n"
+def test_examples_run_and_print_what_they_say(capsys):
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    for code in blocks:
+        exec(compile(code, "README.md", "exec"), {})
+    said = re.findall(r"print\(.*#\s(\(.*)$", "\n".join(blocks), re.MULTILINE)
+    assert capsys.readouterr().out.splitlines() == said == ["(5, 8, 64) (8, 5)"]
 
 
 def test_linked_files_exist():
