@@ -11,7 +11,7 @@ from . import cpu
 from .fa_version import capability_of, known_version, resolve_version
 from .families import FAMILIES
 from .runtime import env
-from .runtime.arrays import AttentionArrays
+from .runtime.arrays import AttentionArrays, as_array
 from .runtime.call import Call, prepare, refuse_options
 from .scheduler_metadata import check_metadata
 from .values import check_bounds, check_values
@@ -169,15 +169,17 @@ def flash_attn_varlen_func(
         ),
         (q_descale, k_descale, v_descale), max_seqlen_q, max_seqlen_k, softmax_scale, causal,
         window_size, softcap, fp8_dtype, q_fp8_dtype, return_softmax_lse, num_splits,
-        batch_invariant,
+        batch_invariant, stream,
     )  # fmt: skip
     if scheduler_metadata is not None:
         check_metadata(scheduler_metadata, call)
     if call.on_host:
-        out, lse = _on_cpu(call, fa_version, stream)
+        found, found_lse = _on_cpu(call, fa_version, stream)
     else:
-        out, lse = _on_gpu(call, fa_version, scheduler_metadata, workspace, stream)
-    return (out, lse) if return_softmax_lse else out
+        found, found_lse = _on_gpu(call, fa_version, scheduler_metadata, workspace, stream)
+    if out is None:
+        out = found
+    return (out, found_lse if lse is None else lse) if return_softmax_lse else out
 
 
 def _on_gpu(
@@ -185,6 +187,8 @@ def _on_gpu(
 ) -> tuple[Any, Any]:
     if env.check():
         check_values(call)
+    if workspace is not None:
+        workspace = as_array(workspace, "workspace", stream)
     version = resolve_version(call.problem, capability_of(call.arrays.q), fa_version)
     return FAMILIES[version].launch(call, scheduler_metadata, workspace, stream)
 

@@ -53,13 +53,14 @@ def flash_attn_func(
     TypeError, ValueError, NotImplementedError
         As `flash_attn_varlen_func`.
     """
-    q, k, v = as_batch("q", q), as_batch("k", k), as_batch("v", v)
+    stream = options.get("stream")
+    q, k, v = (as_batch(n, a, stream) for n, a in (("q", q), ("k", k), ("v", v)))
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(f"q, k, v hold {q.shape[0]}, {k.shape[0]}, {v.shape[0]} sequences")
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"k has {k.shape[1]} tokens a sequence and v {v.shape[1]}")
     check_batch_lse(lse, (q.shape[0], q.shape[2], q.shape[1]))
-    with on_stream(q, options.get("stream"), "lengths of a batch"):
+    with on_stream(q, stream, "lengths of a batch"):
         starts = _starts(array_module(k), k.shape[0], k.shape[1])
         arguments = ragged_arguments(
             q, merge_leading(k, "k", copy=True), merge_leading(v, "v", copy=True), k.shape[1], out,
@@ -70,9 +71,9 @@ def flash_attn_func(
         return batch_results(found, q.shape, out, lse, return_softmax_lse)
 
 
-def as_batch(name: str, array: Any) -> Any:
+def as_batch(name: str, array: Any, stream: Any = None) -> Any:
     """The argument as an array of four dimensions."""
-    array = as_array(array, name)
+    array = as_array(array, name, stream)
     if array.ndim != 4:
         raise ValueError(f"{name} has shape {array.shape}; it must be [batch, S, H, D]")
     return array
@@ -84,8 +85,9 @@ def _starts(module: Any, batch: int, length: int) -> Any:
 
 def check_batch_lse(lse: Any, shape: tuple[int, int, int]) -> None:
     """An ``lse`` of the caller's is float32 [batch, Hq, Sq]."""
-    if lse is not None and (lse.shape != shape or lse.dtype != np.float32):
-        raise ValueError(f"lse is {lse.dtype} {lse.shape}; it must be float32 {list(shape)}")
+    given = None if lse is None else as_array(lse, "lse")
+    if given is not None and (given.shape != shape or given.dtype != np.float32):
+        raise ValueError(f"lse is {given.dtype} {given.shape}; it must be float32 {list(shape)}")
 
 
 def ragged_arguments(
@@ -100,7 +102,9 @@ def ragged_arguments(
         "max_seqlen_q": len_q,
         "cu_seqlens_q": _starts(array_module(q), batch, len_q),
         "max_seqlen_k": max_seqlen_k,
-        "out": None if out is None else merge_leading(as_batch("out", out), "out"),
+        "out": None
+        if out is None
+        else merge_leading(as_batch("out", out, options.get("stream")), "out"),
         **options,
     }
 
@@ -116,6 +120,6 @@ def batch_results(
         return result
     by_batch = flat_lse.reshape(heads, batch, len_q).transpose(1, 0, 2)
     if lse is not None:
-        lse[...] = by_batch
+        as_array(lse, "lse")[...] = by_batch
         by_batch = lse
     return (result, by_batch) if return_softmax_lse else result

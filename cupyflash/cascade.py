@@ -167,11 +167,19 @@ def cascade_attention(
     TypeError, ValueError, NotImplementedError
         As `flash_attn_varlen_func`.
     """
+    given = output
+    output, query, key_cache, value_cache = (
+        as_array(array, name, stream)
+        for name, array in (
+            ("output", output), ("query", query), ("key_cache", key_cache),
+            ("value_cache", value_cache),
+        )
+    )  # fmt: skip
     blocks = _prefix_blocks(key_cache, common_prefix_len, max_kv_len)
     sides = window(None if sliding_window is None else tuple(sliding_window), False)
     names = ("q_descale", "k_descale", "v_descale")
     scales = {
-        n: scale_argument(n, s)
+        n: scale_argument(n, s, stream)
         for n, s in zip(names, (q_descale, k_descale, v_descale), strict=True)
     }
     common: dict[str, Any] = {
@@ -201,7 +209,7 @@ def cascade_attention(
             max_seqlen_k=max_kv_len, seqused_k=lengths, block_table=table, causal=True,
             window_size=sides, alibi_slopes=alibi_slopes, s_aux=s_aux, **own, **common,
         )  # fmt: skip
-        return output
+        return given
     prefix = {
         "max_seqlen_q": query.shape[0], "cu_seqlens_q": cu_prefix_query_lens,
         "max_seqlen_k": common_prefix_len, "seqused_k": prefix_kv_lens,
@@ -215,13 +223,14 @@ def cascade_attention(
         "scheduler_metadata": suffix_scheduler_metadata, **own, **common,
     }  # fmt: skip
     _two_levels(output, prefix, suffix, stream)
-    return output
+    return given
 
 
 def _prefix_blocks(key_cache: Any, common_prefix_len: int, max_kv_len: int) -> int:
     """Blocks of the prefix."""
-    spec = spec_of(as_array(key_cache, "key_cache"))
-    block_size = check_operand("key_cache", spec, "[num_blocks, block_size, Hk, D]")[1]
+    block_size = check_operand("key_cache", spec_of(key_cache), "[num_blocks, block_size, Hk, D]")[
+        1
+    ]
     length = non_negative("common_prefix_len", common_prefix_len)
     if length == 0 or length % block_size:
         nearest = max(1, round(length / block_size)) * block_size
@@ -255,7 +264,7 @@ def _two_levels(output: Any, prefix: dict[str, Any], suffix: dict[str, Any], str
     call = describe_call(**suffix)  # its errors come before anything is written
     if call.on_host or env.check():
         check_prefix_is_seen(call, prefix["max_seqlen_k"])
-    query = as_array(prefix["q"], "query")
+    query = prefix["q"]
     module, (tokens, heads) = array_module(query), query.shape[:2]
     with on_stream(query, stream, "the states of two levels"):
         prefix_lse = module.full((heads, tokens), -np.inf, np.float32)

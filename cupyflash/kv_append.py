@@ -86,12 +86,14 @@ def flash_attn_with_kvcache(
         raise NotImplementedError("cache_leftpad: let the request start at its first key instead")
     if (k is None) != (v is None):
         raise ValueError("k and v are appended together; pass both or neither")
+    stream = options.get("stream")
     q, k_cache, v_cache = (
-        as_batch("q", q), as_batch("k_cache", k_cache), as_batch("v_cache", v_cache)
-    )  # fmt: skip
+        as_batch(name, array, stream)
+        for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
+    )
     batch = q.shape[0]
     check_batch_lse(lse, (batch, q.shape[2], q.shape[1]))
-    with on_stream(q, options.get("stream"), "lengths of a batch"):
+    with on_stream(q, stream, "lengths of a batch"):
         lengths = _cache_lengths(cache_seqlens, q, batch)
         table = _table(block_table, cache_batch_idx, k_cache, batch)
         arguments = ragged_arguments(
@@ -100,12 +102,10 @@ def flash_attn_with_kvcache(
             return_softmax_lse=return_softmax_lse or lse is not None, **options,
         )  # fmt: skip
         if k is not None:
-            k, v = as_batch("k", k), as_batch("v", v)
+            k, v = as_batch("k", k, stream), as_batch("v", v, stream)
             describe_call(**arguments)  # an error of the attention call comes before the append
             scales = (options.get("k_descale"), options.get("v_descale"))
-            _append(
-                k, v, k_cache, v_cache, lengths, table, fp8_dtype, scales, options.get("stream")
-            )
+            _append(k, v, k_cache, v_cache, lengths, table, fp8_dtype, scales, stream)
             arguments["seqused_k"] = lengths + np.int32(k.shape[1])
         found = flash_attn_varlen_func(**arguments)
         return batch_results(found, q.shape, out, lse, return_softmax_lse)

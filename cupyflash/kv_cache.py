@@ -70,9 +70,9 @@ def reshape_and_cache_flash(
     for name, array in zip(WRITE_ARRAYS, given, strict=False):
         if array is None:
             raise TypeError(f"{name} is None; it must be an array")
-    k_number, k_array = _scale("k_scale", k_scale)
-    v_number, v_array = _scale("v_scale", v_scale)
-    arrays, on_host = place(WRITE_ARRAYS, (*given, k_array, v_array))
+    k_number, k_array = _scale("k_scale", k_scale, stream)
+    v_number, v_array = _scale("v_scale", v_scale, stream)
+    arrays, on_host = place(WRITE_ARRAYS, (*given, k_array, v_array), stream)
     shapes, numbers = specs(arrays), (k_number, v_number)
     cache_type = check_write(shapes, numbers, kv_cache_dtype)
     if on_host:
@@ -93,7 +93,7 @@ def reshape_and_cache_flash(
     write_cache(tuple(arrays), shapes, numbers, cache_type, stream)
 
 
-def _scale(name: str, value: Any) -> tuple[float, Any]:
+def _scale(name: str, value: Any, stream: Any) -> tuple[float, Any]:
     """A number, and the array that takes its place."""
-    found = 1.0 if value is None else scale_argument(name, value)
+    found = 1.0 if value is None else scale_argument(name, value, stream)
     return (found, None) if isinstance(found, float) else (1.0, found)

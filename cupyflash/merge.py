@@ -68,7 +68,7 @@ def merge_attn_states(
     >>> one[0, 0, 0]
     np.float32(0.8)
     """
-    scale = scale_argument("output_scale", output_scale)
+    scale = scale_argument("output_scale", output_scale, stream)
     number, on_array = (scale, None) if isinstance(scale, float) else (None, scale)
     arrays, on_host = place(
         MERGE_ARRAYS,
@@ -76,6 +76,7 @@ def merge_attn_states(
             output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, s_aux,
             on_array,
         ),
+        stream,
     )  # fmt: skip
     shapes = specs(arrays)
     out_type = check_merge(shapes, number)

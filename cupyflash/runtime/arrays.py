@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .device import active_device
+from .foreign import adopt
 
 __all__ = [
     "ArraySpec",
@@ -75,35 +76,19 @@ def spec_of(array: Any) -> ArraySpec | None:
     return None if array is None else ArraySpec(array.shape, array.dtype, array.strides)
 
 
-def as_array(value: Any, name: str) -> Any:
-    """The argument as a NumPy or CuPy array over the same memory.
+def as_array(value: Any, name: str, stream: Any = None) -> Any:
+    """The argument as a NumPy or CuPy array over the same memory, usable on ``stream``.
 
     Raises
     ------
-    TypeError
-        It is not an array, or lies where no kernel of ours can read it.
+    TypeError, ValueError
+        As `foreign.adopt`.
     """
     if isinstance(value, np.ndarray):
         return value.view(np.ndarray)
     if type(value).__module__.partition(".")[0] == "cupy":
         return value
-    if hasattr(value, "__cuda_array_interface__"):
-        import cupy as cp
-
-        return cp.asarray(value)
-    if hasattr(value, "__dlpack_device__"):
-        kind = int(value.__dlpack_device__()[0])
-        if kind == 1:
-            return np.from_dlpack(value)
-        if kind in (2, 13):  # CUDA, CUDA managed
-            import cupy as cp
-
-            return cp.from_dlpack(value)
-        raise TypeError(f"{name} is on DLPack device type {kind}; use a CUDA or a CPU array")
-    raise TypeError(
-        f"{name} is {type(value).__name__}; pass a NumPy or CuPy array, or one with DLPack or "
-        "__cuda_array_interface__"
-    )
+    return adopt(value, name, stream)
 
 
 def array_module(array: Any) -> Any:
@@ -139,10 +124,13 @@ def on_stream(array: Any, stream: Any, temporaries: str = "") -> AbstractContext
     return device.on_stream(handle)
 
 
-def place(names: Sequence[str], arrays: Sequence[Any]) -> tuple[Sequence[Any], bool]:
+def place(
+    names: Sequence[str], arrays: Sequence[Any], stream: Any = None
+) -> tuple[Sequence[Any], bool]:
     """The arrays as NumPy's or CuPy's, and whether the call is computed with NumPy.
 
-    It is where all of them are NumPy arrays and no device is set. None is passed on.
+    It is where all of them are NumPy arrays and no device is set. None is passed on. Arrays of
+    other libraries are ready for ``stream``.
 
     Raises
     ------
@@ -156,7 +144,9 @@ def place(names: Sequence[str], arrays: Sequence[Any]) -> tuple[Sequence[Any], b
     if kinds == {np.ndarray}:
         return arrays, active_device() is None
     if len(kinds) != 1 or kinds.pop().__module__ != "cupy":
-        arrays = [a if a is None else as_array(a, n) for n, a in zip(names, arrays, strict=True)]
+        arrays = [
+            a if a is None else as_array(a, n, stream) for n, a in zip(names, arrays, strict=True)
+        ]
         _check_one_side(names, arrays)
         if isinstance(next(a for a in arrays if a is not None), np.ndarray):
             return arrays, active_device() is None

@@ -1,0 +1,336 @@
+"""Arrays of other libraries: DLPack and the array interface, by stand-ins and on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from batches import arguments, random_batch, run
+
+import cupyflash as cf
+from cupyflash.runtime import cupy_device as devices
+from cupyflash.runtime import foreign
+from cupyflash.runtime.foreign import adopt, is_array
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Foreign:
+    """An array of which nothing is known but DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def wrapped(value):
+    return Foreign(value) if hasattr(value, "dtype") else value
+
+
+Q = np.random.default_rng(0).standard_normal((5, 4, 64)).astype(np.float16)
+K = np.random.default_rng(1).standard_normal((9, 2, 64)).astype(np.float16)
+CACHE = np.random.default_rng(2).standard_normal((4, 16, 2, 64)).astype(np.float16)
+LSE = np.zeros((4, 5), np.float32)
+
+
+def ints(*values):
+    return np.array(values, np.int32)
+
+
+def calls(of):
+    """Every public function that takes arrays, on ``of`` them; name, result, what is written."""
+    out, lse = np.zeros_like(Q), np.zeros_like(LSE)
+    given = of(out), of(lse)
+    found = cf.flash_attn_varlen_func(
+        of(Q), of(K), of(K), 5, of(ints(0, 5)), 9, of(ints(0, 9)), out=given[0], lse=given[1],
+        return_softmax_lse=True, s_aux=of(np.ones(4, np.float32)),
+        alibi_slopes=of(np.ones(4, np.float32)),
+    )  # fmt: skip
+    yield "flash_attn_varlen_func", found, given, (out, lse)
+    out, lse = np.zeros_like(Q[None]), np.zeros_like(LSE[None])
+    given = of(out), of(lse)
+    found = cf.flash_attn_func(
+        of(Q[None]), of(K[None]), of(K[None]), out=given[0], lse=given[1], return_softmax_lse=True
+    )
+    yield "flash_attn_func", found, given, (out, lse)
+    caches = CACHE.copy(), CACHE.copy()
+    out = np.zeros_like(Q[None])
+    given = of(out)
+    found = cf.flash_attn_with_kvcache(
+        of(Q[None]), *map(of, caches), of(K[None, :5]), of(K[None, :5]), out=given,
+        cache_seqlens=of(ints(3)), block_table=of(ints(1, 2)[None]), causal=True,
+    )  # fmt: skip
+    yield "flash_attn_with_kvcache", found, given, (out, *caches)
+    caches = np.zeros(CACHE.shape, np.uint8), np.zeros(CACHE.shape, np.uint8)
+    cf.reshape_and_cache_flash(
+        of(K), of(K), *map(of, caches), of(np.arange(9)), "fp8", of(np.ones(1, np.float32)), 1.0
+    )
+    yield "reshape_and_cache_flash", None, None, caches
+    out, lse = np.zeros_like(Q), np.zeros_like(LSE)
+    cf.merge_attn_states(of(out), of(Q), of(LSE), of(Q * 2), of(LSE), of(lse))
+    yield "merge_attn_states", None, None, (out, lse)
+    out = np.zeros_like(Q)
+    given = of(out)
+    found = cf.cascade_attention(
+        given, of(Q), of(CACHE), of(CACHE), of(ints(0, 5)), 5, of(ints(0, 5)), of(ints(16)),
+        of(ints(5)), 21, 0.1, None, (-1, -1), 0.0, of(ints(0, 1)[None]), 16, 0, None,
+    )  # fmt: skip
+    yield "cascade_attention", found, given, (out,)
+    fp8 = CACHE.view(np.uint8)[..., :64].copy()
+    out = np.zeros_like(Q)
+    schedule = cf.get_scheduler_metadata(
+        1, 5, 20, 4, 2, 64, of(ints(20)), "e4m3", cu_seqlens_q=of(ints(0, 5)), page_size=16,
+        out=of(np.zeros(8, np.int32)),
+    )  # fmt: skip
+    given = of(out)
+    found = cf.flash_attn_varlen_func(
+        of(Q), of(fp8), of(fp8), 5, of(ints(0, 5)), 20, seqused_k=of(ints(20)), out=given,
+        block_table=of(ints(1, 3)[None]), k_descale=of(np.ones((1, 2), np.float32)),
+        scheduler_metadata=schedule, v_descale=of(np.full(1, 0.5, np.float32)),
+    )  # fmt: skip
+    yield "descales and a schedule", found, given, (out,)
+
+
+def test_every_function_takes_them_and_returns_what_it_was_given():
+    for (name, found, given, written), (_, _, _, right) in zip(
+        calls(wrapped), calls(lambda array: array), strict=True
+    ):
+        for left, expected in zip(written, right, strict=True):
+            assert left.any(), name
+            assert left.tobytes() == expected.tobytes(), name
+        if given is not None:
+            pairs = zip(found, given, strict=True) if isinstance(given, tuple) else [(found, given)]
+            assert all(a is b for a, b in pairs), name
+
+
+def test_bfloat16_of_a_library_that_numpy_cannot_read_by_dlpack():
+    """As JAX on the CPU hands it out: an array of ml_dtypes, without a copy."""
+
+    class Jax(Foreign):
+        def __dlpack__(self, **options):
+            raise BufferError("unsupported dtype")
+
+        def __array__(self, dtype=None, copy=None):
+            assert copy is False
+            return self.array
+
+    array = np.ones((2, 3), BF16)
+    assert adopt(Jax(array), "q") is array
+
+
+def test_what_cannot_be_exchanged_says_how_else():
+    class Torch(Foreign):
+        dtype = "torch.bfloat16"
+
+        def __dlpack__(self, **options):
+            raise BufferError("Unsupported dtype in DLTensor")
+
+        def __array__(self, dtype=None, copy=None):
+            raise TypeError("Got unsupported ScalarType BFloat16")
+
+    for words in ("q", "torch.bfloat16", "uint16", "fp8_dtype"):
+        with pytest.raises(TypeError, match=words):
+            adopt(Torch(np.ones(2, np.float16)), "q")
+
+
+def test_other_devices_are_refused():
+    class Rocm(Foreign):
+        def __dlpack_device__(self):
+            return 10, 0
+
+    with pytest.raises(TypeError, match="q is on DLPack device type 10; use a CUDA or a CPU array"):
+        adopt(Rocm(np.ones(2)), "q")
+    with pytest.raises(TypeError, match="q is list"):
+        adopt([1.0], "q")
+
+
+def test_what_is_an_array():
+    interface = SimpleNamespace(__cuda_array_interface__={})
+    for value in (np.ones(2), np.array(1.0), Foreign(np.ones(2)), interface):
+        assert is_array(value)
+    for value in (1.0, np.float32(1), None, [1.0], "x"):
+        assert not is_array(value)
+
+
+class Gpu:
+    """A device whose streams only say what was asked of them; and CuPy, as far as it is used."""
+
+    def __init__(self, capturing=()):
+        self.capturing, self.ordered, self.taken = capturing, [], []
+
+    def current_stream(self):
+        return 0
+
+    def is_capturing(self, stream):
+        return stream in self.capturing
+
+    def order(self, first, then):
+        self.ordered.append((first, then))
+
+    def from_dlpack(self, exported):
+        kind, ordinal = exported.__dlpack_device__()
+        self.taken.append((kind, ordinal, exported.__dlpack__(stream=1, max_version=(1, 0))))
+        return "array"
+
+    def asarray(self, exported):
+        self.taken.append(exported.__cuda_array_interface__)
+        return SimpleNamespace(data=SimpleNamespace(device_id=0))
+
+
+@pytest.fixture
+def device(monkeypatch):
+    gpu = Gpu()
+    monkeypatch.setattr(foreign, "load_cupy", lambda: gpu)
+    monkeypatch.setattr(devices, "cupy_device", lambda ordinal: gpu)
+    return gpu
+
+
+class OnGpu:
+    """Exports the stream that it was told instead of a capsule."""
+
+    def __dlpack_device__(self):
+        return 2, 1
+
+    def __dlpack__(self, *, stream):
+        return stream
+
+
+STREAMS = [(None, 1), (0, 1), (77, 77), (SimpleNamespace(ptr=5), 5)]
+
+
+@pytest.mark.parametrize(("stream", "told"), STREAMS)
+def test_an_exporter_is_told_the_stream_of_the_call(device, stream, told):
+    assert adopt(OnGpu(), "q", stream) == "array"
+    assert device.taken == [(2, 1, told)]
+
+
+@pytest.mark.parametrize(("library", "told"), [("torch", -1), ("jaxlib._jax", None)])
+def test_nothing_is_ordered_while_the_stream_is_captured(device, library, told):
+    device.capturing = (77,)
+    exporter = type("Array", (OnGpu,), {"__module__": library})()
+    adopt(exporter, "q", 77)
+    assert device.taken == [(2, 1, told)]
+    adopt(interface_of(5), "q", 77)
+    assert device.ordered == []
+
+
+def interface_of(stream, read_only=False):
+    interface = {"shape": (2,), "typestr": "<f2", "data": (256, read_only), "stream": stream}
+    return SimpleNamespace(__cuda_array_interface__={**interface, "version": 3})
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "ordered"),
+    [(None, 77, []), (77, 77, []), (1, None, []), (5, 77, [(5, 77)]), (5, None, [(5, 1)])],
+)
+def test_streams_of_the_array_interface_are_ordered_on_the_device(device, theirs, ours, ordered):
+    adopt(interface_of(theirs), "q", ours)
+    assert device.ordered == ordered
+    assert device.taken[0]["stream"] is None  # CuPy would wait for it on the host
+    assert device.taken[0]["data"] == (256, False)
+
+
+def test_memory_that_is_read_only_is_read_and_not_written(device):
+    adopt(interface_of(None, read_only=True), "q")
+    with pytest.raises(ValueError, match=r"out is written.*read-only"):
+        adopt(interface_of(None, read_only=True), "out")
+
+
+def test_a_library_that_refuses_is_quoted(device):
+    class NeedsGradient(OnGpu):
+        def __dlpack__(self, *, stream):
+            raise BufferError("Can't export tensors that require gradient")
+
+    with pytest.raises(TypeError, match=r"k \(NeedsGradient, \?\).*require gradient"):
+        adopt(NeedsGradient(), "k")
+
+
+def test_a_foreign_workspace_is_used_and_checked():
+    from emulator import emulated
+
+    with emulated("sm_80"):
+        args = {
+            "q": Q[:1], "k": np.tile(K, (40, 1, 1)), "v": np.tile(K, (40, 1, 1)),
+            "max_seqlen_q": 1, "cu_seqlens_q": ints(0, 1), "max_seqlen_k": 360,
+            "cu_seqlens_k": ints(0, 360), "num_splits": 4,
+        }  # fmt: skip
+        right = cf.flash_attn_varlen_func(**args)
+        memory = np.zeros(1 << 16, np.uint8)
+        found = cf.flash_attn_varlen_func(**args, workspace=Foreign(memory))
+        assert found.tobytes() == right.tobytes()
+        with pytest.raises(TypeError, match="workspace is list"):
+            cf.flash_attn_varlen_func(**args, workspace=[0])
+
+
+class Interface:
+    """A GPU array of which nothing is known but the array interface."""
+
+    def __init__(self, array, stream=None):
+        self.array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Foreign, Interface])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit):
+    import cupy as cp
+    from conftest import Path
+
+    path = Path("gpu")
+    args = arguments(path, *random_batch([1], [3000], 4, 2), [1], [3000], 16)
+    right = run(path, args)[0]
+    spin = cp.RawKernel(
+        'extern "C" __global__ void spin() { long long t = clock64(); while (clock64() - t < '
+        "200000000) {} }",
+        "spin",
+    )
+    producer, consumer = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+    late, out = cp.full_like(args["q"], np.nan), cp.empty_like(args["q"])
+    call = {**args, "out": out}
+    cf.flash_attn_varlen_func(**call)
+    cp.cuda.Device().synchronize()
+    with producer:
+        spin((1,), (1,), ())
+        late[...] = args["q"]
+        done = producer.record()
+        if kind is Foreign:  # CuPy exports on its current stream
+            call["q"] = Foreign(late)
+            cf.flash_attn_varlen_func(**call, stream=consumer)
+        else:
+            call["q"] = Interface(late, producer.ptr)
+    if kind is Interface and explicit:
+        cf.flash_attn_varlen_func(**call, stream=consumer)
+    elif kind is Interface:
+        with consumer:
+            cf.flash_attn_varlen_func(**call)
+    assert not done.done  # the host has not waited
+    consumer.synchronize()
+    np.testing.assert_array_equal(out.get().astype(float), right)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [Foreign, Interface])
+def test_results_of_foreign_gpu_arrays(kind):
+    import cupy as cp
+    from conftest import Path
+
+    path = Path("gpu")
+    dtype = np.float16 if kind is Interface else BF16  # the interface has no name for bfloat16
+    args = arguments(path, *random_batch([2, 1], [30, 500], 4, 2, dtype=dtype), [2, 1], [30, 500])
+    right = run(path, args)[0]
+    out = cp.full_like(args["q"], np.nan)
+    foreign_args = {n: kind(a) if hasattr(a, "dtype") else a for n, a in args.items()}
+    given = kind(out)
+    assert cf.flash_attn_varlen_func(**foreign_args, out=given) is given
+    np.testing.assert_array_equal(out.get().astype(float), right)
+    empty = kind(cp.empty((0, 4, 64), dtype))
+    foreign_args.update(q=empty, cu_seqlens_q=kind(cp.zeros(3, np.int32)))
+    assert cf.flash_attn_varlen_func(**foreign_args).shape == (0, 4, 64)
