@@ -188,7 +188,7 @@ def compiled(folder, *command):
 
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 WARNINGS = ("-std=c11", "-Wall", "-Wextra", "-Werror")
-EXAMPLE = str(ROOT / "examples" / "05_driver_api.c")
+EXAMPLE = str(ROOT / "examples" / "hosts" / "driver_api.c")
 
 
 @needs_cc

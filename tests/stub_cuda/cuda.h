@@ -1,4 +1,4 @@
-/* The few declarations of the driver API that examples/05_driver_api.c needs, for machines without
+/* The few declarations of the driver API that examples/hosts/driver_api.c needs, for machines without
  * CUDA's own header. */
 #pragma once
 #include <stddef.h>

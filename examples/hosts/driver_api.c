@@ -1,7 +1,7 @@
 /* Runs one precompiled kernel through the CUDA driver API: no Python, no CUDA runtime.
  *
  *   python -m cupyflash precompile --arch sm_90a --only merge_attn_states_fp32_fp32 --out kernels
- *   cc -std=c11 -Ikernels -I$CUDA_HOME/include examples/05_driver_api.c -o driver_api -lcuda -lm
+ *   cc -std=c11 -Ikernels -I$CUDA_HOME/include examples/hosts/driver_api.c -o driver_api -lcuda -lm
  *   ./driver_api kernels/merge_attn_states_fp32_fp32.cubin
  *
  * It merges two attention states: half of the keys gave out 0 and log-sum-exp ln 2, the other half
