@@ -26,12 +26,9 @@ static void start(Warp& w, const Request& t, uint32_t align, int l) {
     fail("MBARRIER: a copy completes on shared address %u, whose init at @%d@ has no fence.mbarrier_init or fence.proxy.async after it",
          t.mbar, b.init_pc);
   guard_mbarriers(*t.to, t.dst, t.bytes);
-  if (t.kind == Request::kReduce) {  // reductions commute; what they add to stays
-    check_shared_write(w, *t.to, t.dst, t.bytes, l, kStrong);
-  } else {
-    pend_shared_write(w, *t.to, t.dst, t.bytes, l, kAsync);
-    memset(t.to->smem.data() + t.dst, kPoisonByte, t.bytes);
-  }
+  const bool reduce = t.kind == Request::kReduce;  // they commute; what they add to stays
+  pend_shared_write(w, *t.to, t.dst, t.bytes, l, kAsync | (reduce ? kStrong : 0));
+  if (!reduce) memset(t.to->smem.data() + t.dst, kPoisonByte, t.bytes);
   w.vm->cfg.stats[kSharedWritten] += t.bytes;
   if (t.to != w.cta) w.vm->cfg.stats[kRemoteBytes] += t.bytes;
   t.to->queue.push_back(t);
@@ -94,7 +91,8 @@ static Step bulk_load(Warp& w, const Insn& in, uint32_t m) {
     if (!t.bytes) return;
     if (shared) {
       shared_bounds(w, uint32_t(t.src), t.bytes, "bulk copy");
-      pend_shared_read(w, *w.cta, uint32_t(t.src), t.bytes, l);
+      const Range source = {uint32_t(t.src), t.bytes};
+      pend_shared_reads(w, *w.cta, &source, 1, l);
       w.vm->cfg.stats[kSharedRead] += t.bytes;
     } else {
       note_source(w, t.src, t.bytes, l);
@@ -139,9 +137,11 @@ static void move(Warp& w, const Request& t, uint8_t* smem) {
   switch (t.kind) {
     case Request::kTensor: return fetch_box(t, smem);
     case Request::kBulk: memcpy(smem + t.dst, reinterpret_cast<const void*>(t.src), t.bytes); return;
-    case Request::kShared:
+    case Request::kShared: {
       memcpy(smem + t.dst, t.from->smem.data() + t.src, t.bytes);
-      return land_shared_read(w, *t.from, uint32_t(t.src), t.bytes, t.lane);
+      const Range source = {uint32_t(t.src), t.bytes};
+      return land_shared_reads(w, *t.from, &source, 1, t.lane);
+    }
     case Request::kReduce: {
       uint64_t old = 0, value = 0;
       memcpy(&old, smem + t.dst, t.bytes);

@@ -1,6 +1,6 @@
 // Element types of tensor-core operands, and the product.
 #pragma once
-#include <array>
+#include <type_traits>
 
 #include "half.h"
 
@@ -28,47 +28,51 @@ inline void scatter8(const float* row, uint32_t* even, uint32_t* odd) {
   }
 }
 
-// The values of all 256 codes of an 8-bit format.
-template <float (*GET)(uint32_t)>
-inline const float* code_table() {
-  static const std::array<float, 256> table = [] {
-    std::array<float, 256> t;
-    for (uint32_t i = 0; i < 256; i++) t[i] = GET(i);
-    return t;
-  }();
-  return table.data();
-}
-
-// `get`: element `e` of a 32-bit register; `decode`: the elements of 16 bytes.
+// An element: `value` of the low bits of a word, without branches so that loops over it become vectors.
 struct EF16 {
-  static constexpr int kPerRegister = 2, kPer16 = 8;
-  static float get(uint32_t r, int e) { return half_to_float(r >> (16 * e) & 0xffff); }
-  static void decode(const uint8_t* p, float* out) {
-    uint16_t v[8];
-    memcpy(v, p, 16);
-    for (int i = 0; i < 8; i++) out[i] = half_to_float(v[i]);
+  static constexpr int kBits = 16;
+  static float value(uint32_t x) {
+    const uint32_t h = x & 0x7fff;
+    const uint32_t bits = as_bits(as_float(h << 13) * 0x1p112f);  // subnormals too
+    return as_float((h < 0x7c00 ? bits : h == 0x7c00 ? 0x7f800000 : 0x7fffffff) | (x & 0x8000) << 16);
   }
 };
 struct EBF16 {
-  static constexpr int kPerRegister = 2, kPer16 = 8;
-  static float get(uint32_t r, int e) { return e ? as_float(r & 0xffff0000) : as_float(r << 16); }
-  static void decode(const uint8_t* p, float* out) {
-    uint16_t v[8];
-    memcpy(v, p, 16);
-    for (int i = 0; i < 8; i++) out[i] = as_float(uint32_t(v[i]) << 16);
+  static constexpr int kBits = 16;
+  static float value(uint32_t x) { return as_float(x << 16); }
+};
+struct EE4M3 {
+  static constexpr int kBits = 8;
+  static float value(uint32_t x) {
+    const uint32_t h = x & 0x7f;
+    const uint32_t bits = as_bits(as_float(h << 20) * 0x1p120f);
+    return as_float((h == 0x7f ? 0x7fffffff : bits) | (x & 0x80) << 24);
   }
 };
-template <float (*GET)(uint32_t)>
-struct E8 {
-  static constexpr int kPerRegister = 4, kPer16 = 16;
-  static float get(uint32_t r, int e) { return code_table<GET>()[r >> (8 * e) & 255]; }
-  static void decode(const uint8_t* p, float* out) {
-    const float* table = code_table<GET>();
-    for (int i = 0; i < 16; i++) out[i] = table[p[i]];
-  }
+struct EE5M2 {
+  static constexpr int kBits = 8;
+  static float value(uint32_t x) { return EF16::value(x << 8); }
 };
-using EE4M3 = E8<e4m3_to_float>;
-using EE5M2 = E8<e5m2_to_float>;
+
+template <class E>
+constexpr int kPerWord = 32 / E::kBits;
+
+// The elements of `COUNT` words, in their order.
+template <class E, int COUNT>
+inline void decode(const void* from, float* out) {
+  using Code = std::conditional_t<E::kBits == 16, uint16_t, uint8_t>;
+  Code codes[COUNT * kPerWord<E>];
+  memcpy(codes, from, sizeof codes);
+  for (int i = 0; i < COUNT * kPerWord<E>; i++) out[i] = E::value(codes[i]);
+}
+
+// Eight columns of B, `WORDS` words of k each, as rows of k.
+template <class E, int WORDS, int STRIDE>
+inline void decode_columns(const uint32_t (*words)[8], float (*b)[STRIDE], int column) {
+  for (int j = 0; j < WORDS; j++)
+    for (int e = 0; e < kPerWord<E>; e++)
+      for (int i = 0; i < 8; i++) b[j * kPerWord<E> + e][column + i] = E::value(words[j][i] >> (E::kBits * e));
+}
 
 // c[16][N] += a * b in fp32, k in ascending order; 4 rows by 16 or 8 columns at a time.
 template <int K, int STRIDE>

@@ -67,25 +67,20 @@ static Step movmatrix(Warp& w, const Insn& in, uint32_t) {
   return Step::kNext;
 }
 
-// mma.m16n8kK. args: D..., A..., B..., C... ; A and B registers hold `PER` elements.
+// mma.m16n8kK. args: D..., A..., B..., C... ; a row of a register of A or B is four lanes: four words of k.
 template <int K, class A, class B, bool HALF_ACC>
 static Step mma(Warp& w, const Insn& in, uint32_t) {
-  constexpr int PER = A::kPerRegister, NA = K / PER / 2, NB = K / PER / 4, ND = HALF_ACC ? 2 : 4;
-  constexpr int GROUP = 4 * PER;  // elements of k that one register column covers
+  constexpr int PER = kPerWord<A>, NA = K / PER / 2, NB = K / PER / 4, ND = HALF_ACC ? 2 : 4;
   alignas(32) float a[16][K], b[K][8], c[16][8];
   const int32_t *da = in.arg + ND, *db = da + NA, *dc = db + NB;
-  for (int i = 0; i < NA; i++) {
-    const uint32_t* r = w.r(da[i]);
-    for (int l = 0; l < 32; l++) {
-      const int row = l / 4 + (i & 1) * 8, col = l % 4 * PER + (i >> 1) * GROUP;
-      for (int e = 0; e < PER; e++) a[row][col + e] = A::get(r[l], e);
-    }
-  }
+  for (int i = 0; i < NA; i++)
+    for (int row = 0; row < 8; row++) decode<A, 4>(w.r(da[i]) + row * 4, &a[row + (i & 1) * 8][(i >> 1) * 4 * PER]);
+  uint32_t words[4 * NB][8];
   for (int i = 0; i < NB; i++) {
     const uint32_t* r = w.r(db[i]);
-    for (int l = 0; l < 32; l++)
-      for (int e = 0; e < PER; e++) b[l % 4 * PER + i * GROUP + e][l / 4] = B::get(r[l], e);
+    for (int l = 0; l < 32; l++) words[i * 4 + l % 4][l / 4] = r[l];
   }
+  decode_columns<B, 4 * NB>(words, b, 0);
   if constexpr (HALF_ACC) {
     for (int l = 0; l < 32; l++)
       for (int i = 0; i < 4; i++)

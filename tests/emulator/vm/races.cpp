@@ -93,24 +93,52 @@ void check_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lan
   });
 }
 
-static void write_checks(Warp& w, const Cta& cta, SharedShadow& s, int i, uint32_t addr, int lane, int how) {
-  const SharedCell& c = s.cells[i];
-  if (c.pending_writes) race(w, "write over an asynchronous copy in flight", addr, true, lane, of_cell(cta, c));
+static void writer_checks(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how) {
+  if (c.pending_writes && !(c.strong && (how & kStrong)))
+    race(w, "write over an asynchronous copy in flight", addr, true, lane, of_cell(cta, c));
   if (c.pending_reads) race(w, "write over the source of an asynchronous read in flight", addr, true, lane, of_cell(cta, c));
-  if (c.clock && !(c.strong && (how & kStrong))) {
-    const bool same_instruction = c.warp == w.id && c.from == after(cta, *w.cta) && c.pc == w.pc && c.clock == w.clock;
-    Record o = of_cell(cta, c);
-    o.read = c.warp >= kMbarrierWriter;  // of a copy that has landed it only matters that it is done
-    if (!same_instruction && !ordered(w, lane, o, false)) race(w, "write not ordered after a write", addr, true, lane, o);
+  if (!c.clock || (c.strong && (how & kStrong))) return;
+  if (c.warp == w.id && c.from == after(cta, *w.cta) && c.pc == w.pc && c.clock == w.clock) return;  // one instruction
+  Record o = of_cell(cta, c);
+  o.read = c.warp >= kMbarrierWriter;  // of a copy that has landed it only matters that it is done
+  if (!ordered(w, lane, o, false)) race(w, "write not ordered after a write", addr, true, lane, o);
+}
+
+static inline void reader_checks(Warp& w, const Cta& cta, const ReadMark& m, int reader, bool mine, uint32_t addr, int lane, int how) {
+  if (!m.clock || (m.strong && (how & kStrong)) || (mine && m.lane == uint32_t(lane))) return;
+  if (!ordered(w, lane, of_mark(cta, m, reader), false))
+    race(w, "write not ordered after a read", addr, true, lane, of_mark(cta, m, reader));
+}
+
+static void write_checks(Warp& w, const Cta& cta, SharedShadow& s, int i, uint32_t addr, int lane, int how) {
+  writer_checks(w, cta, s.cells[i], addr, lane, how);
+  const int self = reader(cta, w);
+  for (int q = 0; q < int(s.reads.size()); q++)
+    if (!s.reads[q].empty()) reader_checks(w, cta, s.reads[q][i], q, q == self, addr, lane, how);
+}
+
+// The same for cells that were never split; neighbours mostly have the same past, which is judged once.
+static void write_checks_of_range(Warp& w, const Cta& cta, SharedShadow& s, int first, int count, uint32_t addr, int lane, int how) {
+  const SharedCell* judged = nullptr;
+  for (int i = first; i < first + count; i++) {
+    const SharedCell& c = s.cells[i];
+    if (judged && c.same_writer(*judged) && !c.pending_writes && !c.pending_reads) continue;
+    writer_checks(w, cta, c, addr, lane, how);
+    judged = &c;
   }
   const int self = reader(cta, w);
   for (int q = 0; q < int(s.reads.size()); q++) {
     if (s.reads[q].empty()) continue;
-    const ReadMark& m = s.reads[q][i];
-    if (!m.clock || (m.strong && (how & kStrong))) continue;
-    if (q == self && m.lane == uint32_t(lane)) continue;
-    if (!ordered(w, lane, of_mark(cta, m, q), false))
-      race(w, "write not ordered after a read", addr, true, lane, of_mark(cta, m, q));
+    ReadMark* const marks = &s.reads[q][first];
+    uint64_t last = 0;
+    for (int i = 0; i < count; i++) {
+      uint64_t mark;
+      memcpy(&mark, &marks[i], sizeof mark);
+      if (mark == last) continue;
+      reader_checks(w, cta, marks[i], q, q == self, addr, lane, how);
+      last = mark;
+    }
+    std::fill_n(marks, count, ReadMark());
   }
 }
 
@@ -121,7 +149,7 @@ static void set_writer(const Cta& cta, SharedCell& c, const Record& r, const Cta
 
 static void clear_reads(SharedShadow& s, int i) {
   for (auto& r : s.reads)
-    if (!r.empty()) r[i].clock = 0;
+    if (!r.empty()) r[i] = ReadMark();
 }
 
 void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
@@ -140,12 +168,17 @@ void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int la
 void pend_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
+  const Record r = record(w, lane, how);
+  const bool whole = bytes >= 64 && s.whole(addr, bytes);
+  if (whole) write_checks_of_range(w, cta, s, int(addr / 16), int(bytes / 16), addr, lane, how);
   s.visit(addr, bytes, [&](int i) {
-    write_checks(w, cta, s, i, addr, lane, how);
+    if (!whole) {
+      write_checks(w, cta, s, i, addr, lane, how);
+      clear_reads(s, i);
+    }
     SharedCell& c = s.cells[i];
-    set_writer(cta, c, record(w, lane, how), w.cta);
+    set_writer(cta, c, r, w.cta);
     c.pending_writes++;
-    clear_reads(s, i);
   });
 }
 
@@ -159,29 +192,43 @@ void land_shared_write(Cta& cta, uint32_t addr, uint32_t bytes, const Record& r)
   });
 }
 
-void pend_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane) {
+// While a read is pending nothing may write to its source, so what is true at its issue is true until it lands.
+void pend_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int lane) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
-  s.visit(addr, bytes, [&](int i) {
-    SharedCell& c = s.cells[i];
-    if (c.pending_writes) race(w, "asynchronous read of a copy in flight", addr, true, lane, of_cell(cta, c));
-    if (!c.clock) w.vm->cfg.stats[kUninitialised]++;
-    else if (!clean_read(w, cta, c, lane, kAsync)) bad_read(w, cta, c, addr, lane, kAsync);
-    c.pending_reads++;
-    mark_read(w, cta, i, lane, kAsync);
-  });
+  SharedCell judged;
+  for (size_t k = 0; k < count; k++) {
+    const uint32_t addr = ranges[k].addr;
+    s.visit(addr, ranges[k].bytes, [&](int i) {
+      SharedCell& c = s.cells[i];
+      c.pending_reads++;
+      if (!c.pending_writes && c.clock && c.same_writer(judged)) return;
+      if (c.pending_writes) race(w, "asynchronous read of a copy in flight", addr, true, lane, of_cell(cta, c));
+      if (!c.clock) w.vm->cfg.stats[kUninitialised]++;
+      else if (!clean_read(w, cta, c, lane, kAsync)) bad_read(w, cta, c, addr, lane, kAsync);
+      judged = c;
+    });
+  }
 }
 
-void land_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane) {
+// One that no lane alone has issued leaves the same mark everywhere.
+void land_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int lane) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
-  s.visit(addr, bytes, [&](int i) {
-    SharedCell& c = s.cells[i];
-    if (c.pending_writes) race(w, "asynchronous read overtaken by a copy", addr, true, lane, of_cell(cta, c));
-    if (c.clock && !clean_read(w, cta, c, lane, kAsync)) bad_read(w, cta, c, addr, lane, kAsync);
-    if (c.pending_reads) c.pending_reads--;
-    mark_read(w, cta, i, lane, kAsync);
-  });
+  ReadMark mark;
+  mark.clock = w.clock;
+  mark.pc = w.pc;
+  mark.lane = lane;
+  mark.converged = w.converged;
+  const int self = reader(cta, w);
+  s.mark(0, self);
+  for (size_t k = 0; k < count; k++)
+    s.visit(ranges[k].addr, ranges[k].bytes, [&](int i) {
+      SharedCell& c = s.cells[i];
+      if (c.pending_reads) c.pending_reads--;
+      if (lane < 32) mark_read(w, cta, i, lane, kAsync);
+      else s.reads[self][i] = mark;
+    });
 }
 
 // ---- global memory

@@ -34,6 +34,10 @@ struct SharedCell {
   uint8_t warp = 0, lane = 0;
   bool strong = false, generic = false;
   uint8_t from = 0;  // writer's CTA: how many ranks after this one, in the cluster's round
+
+  bool same_writer(const SharedCell& o) const {
+    return clock == o.clock && pc == o.pc && warp == o.warp && lane == o.lane && strong == o.strong && generic == o.generic && from == o.from;
+  }
 };
 
 struct ReadMark {  // a warp's last read of a cell
@@ -42,20 +46,21 @@ struct ReadMark {  // a warp's last read of a cell
   uint32_t lane : 6;
   uint32_t strong : 1;
   uint32_t converged : 1;
+
+  ReadMark() : pc(0), lane(0), strong(0), converged(0) {}
 };
 
 struct SharedShadow {
   int warps = 0;  // of a CTA
   std::vector<SharedCell> cells;  // 16-byte cells, then groups of four smaller ones
   // [reader][cell]: a warp's reads of neighbours share cache lines. Readers are the CTA's own warps, then those of
-  // the next CTAs of the cluster; empty for one of another CTA that has read nothing.
+  // the next CTAs of the cluster; empty for one that has read nothing.
   std::vector<std::vector<ReadMark>> reads;
 
   void init(uint32_t bytes, int num_warps, int cluster) {
     warps = num_warps;
     cells.resize(bytes / 16 + 1);
     reads.resize(size_t(warps) * cluster);
-    for (int q = 0; q < warps; q++) reads[q].resize(cells.size());
   }
 
   ReadMark& mark(int cell, int reader) {
@@ -80,7 +85,22 @@ struct SharedShadow {
   template <class F>
   void visit(uint32_t addr, uint32_t bytes, F f) {
     const uint32_t end = addr + bytes;
+    if (!((addr | bytes) & 15)) {
+      for (uint32_t i = addr / 16; i < end / 16; i++) {
+        if (cells[i].child < 0) f(int(i));
+        else walk(int(i), i * 16, 16, addr, end, f);
+      }
+      return;
+    }
     for (uint32_t a = addr & ~15u; a < end; a += 16) walk(int(a / 16), a, 16, addr, end, f);
+  }
+
+  // Whether a range is made of cells that were never split.
+  bool whole(uint32_t addr, uint32_t bytes) const {
+    if ((addr | bytes) & 15) return false;
+    for (uint32_t i = addr / 16; i < (addr + bytes) / 16; i++)
+      if (cells[i].child >= 0) return false;
+    return true;
   }
 
  private:

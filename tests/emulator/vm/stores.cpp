@@ -8,11 +8,9 @@ int atom_bytes(int type);
 
 static void start_store(Warp& w, BulkOp&& op, int l) {
   op.pc = w.pc;
-  for (const auto& [addr, bytes] : op.reads) {
-    shared_bounds(w, addr, bytes, "bulk store");
-    pend_shared_read(w, *w.cta, addr, bytes, l);
-    w.vm->cfg.stats[kSharedRead] += bytes;
-  }
+  shared_bounds(w, op.read.addr, op.read.bytes, "bulk store");
+  pend_shared_reads(w, *w.cta, &op.read, 1, l);
+  w.vm->cfg.stats[kSharedRead] += op.read.bytes;
   for (const auto& [addr, bytes] : op.writes) {
     w.vm->cfg.write_bytes[w.vm->find_region(w, addr, bytes, true, "bulk store")] += bytes;
     note_write(w, {nullptr, kGlobal, addr, nullptr}, bytes, l, kAsync | kKeepInit | (op.reduce ? kStrong : 0));
@@ -34,7 +32,7 @@ static Step tensor_store(Warp& w, const Insn& in, uint32_t m) {
     op.type = map.type;
     op.swizzle = map.swizzle;
     op.src = src;
-    op.reads.push_back({src, box_bytes(map)});
+    op.read = {src, box_bytes(map)};
     segments(map, coord, [&](uint32_t at, uint64_t addr, uint32_t bytes) {
       op.writes.push_back({addr, bytes});
       op.from.push_back(at);
@@ -57,7 +55,7 @@ static Step bulk_store(Warp& w, const Insn& in, uint32_t m) {
     if ((dst | op.src) & 15) fail("MISALIGNED: a bulk store to 0x%llx from shared address %u: not multiples of 16",
                                   (unsigned long long)dst, op.src);
     if (!bytes) return;
-    op.reads.push_back({op.src, bytes});
+    op.read = {op.src, bytes};
     op.writes.push_back({dst, bytes});
     op.from.push_back(0);
     start_store(w, std::move(op), l);
@@ -79,11 +77,11 @@ static void reduce_into(uint8_t* to, const uint8_t* from, uint32_t bytes, int op
 void land_bulk(Warp& w, int l, BulkOp& op, bool write_too) {
   if (!op.read_done) {
     op.read_done = true;
-    const auto [src, bytes] = op.reads[0];
+    const auto [src, bytes] = op.read;
     op.data.resize(bytes);
     for (uint32_t i = 0; i < bytes; i += 16)
       memcpy(&op.data[i], w.cta->smem.data() + swizzled(src + i, op.swizzle), std::min(16u, bytes - i));
-    land_shared_read(w, *w.cta, src, bytes, l);
+    land_shared_reads(w, *w.cta, &op.read, 1, l);
     w.vm->progress++;
   }
   if (!write_too || op.write_done) return;

@@ -89,6 +89,7 @@ struct Warp {
   std::deque<std::vector<BulkOp>> bulk_groups[32];
   std::vector<WgmmaOp> open_wgmmas;
   std::deque<std::vector<WgmmaOp>> wgmma_groups;
+  std::vector<std::vector<uint32_t>> spare;  // for accumulators that are set aside
   std::vector<uint8_t> in_flight;  // by slot / 32: 1 read by a wgmma, 2 written by one
   uint64_t wgmma_count = 0;
   bool converged = true;  // the running instruction is executed by all live lanes
@@ -117,6 +118,7 @@ struct Cta {
     int count = 0, all = 1, any = 0;
   } votes[kBarriers], result[kBarriers];  // of bar.red: being counted, of the last completion
   std::deque<Request> queue;  // of copies into this CTA's memory
+  std::unordered_map<uint64_t, std::vector<Range>> operands;  // of wgmma, by descriptor
   SharedShadow shadow;
   Order at_exit;  // what its exited warps knew
   std::unordered_map<uint64_t, Order> sync;  // releases seen inside the CTA, by address
@@ -246,8 +248,8 @@ void check_shared_read(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int
 void check_shared_write(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);
 void pend_shared_write(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);  // async write issued
 void land_shared_write(Cta&, uint32_t addr, uint32_t bytes, const Record&);             // ... and done
-void pend_shared_read(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane);            // async read issued
-void land_shared_read(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane);
+void pend_shared_reads(Warp&, Cta&, const Range*, size_t count, int lane);              // async reads issued
+void land_shared_reads(Warp&, Cta&, const Range*, size_t count, int lane);
 void land_global_write(Warp&, uint64_t addr, uint32_t bytes, int lane, bool strong);
 void check_remote_accesses_done(Cta&);
 Record record(Warp&, int lane, int how);

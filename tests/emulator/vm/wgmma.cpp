@@ -36,17 +36,35 @@ struct Descriptor {
   }
 };
 
-// Calls f(shared address) for all chunks that this warp reads of an operand of `rows` rows (columns of B).
-template <class F>
-static void chunks(uint64_t desc, bool mn, int first_row, int rows, F f) {
+// The memory that this warp reads of an operand of `rows` rows (columns of B) from `first`; remembered by the CTA.
+static const std::vector<Range>& ranges_of(Warp& w, uint64_t desc, bool mn, int first, int rows) {
+  // Bits that a descriptor leaves free tell operands apart.
+  const uint64_t key = desc | uint64_t(mn) << 14 | uint64_t(rows / 8) << 52 | uint64_t(first / 16) << 58;
+  auto& out = w.cta->operands[key];
+  if (!out.empty()) return out;
   const Descriptor d(desc);
+  std::vector<uint32_t> chunks;
   if (mn) {
     for (int k = 0; k < 16; k++)
-      for (int j = first_row / 8; j < (first_row + rows) / 8; j++) f(d.mn_major(j, k));
+      for (int j = first / 8; j < (first + rows) / 8; j++) chunks.push_back(d.mn_major(j, k));
   } else {
-    for (int r = first_row; r < first_row + rows; r++)
-      for (int c = 0; c < 2; c++) f(d.k_major(r, c));
+    for (int r = first; r < first + rows; r++)
+      for (int c = 0; c < 2; c++) chunks.push_back(d.k_major(r, c));
   }
+  std::sort(chunks.begin(), chunks.end());
+  for (const uint32_t addr : chunks) {
+    shared_bounds(w, addr, 16, "wgmma operand");
+    if (!out.empty() && addr < out.back().addr + out.back().bytes) continue;
+    if (!out.empty() && addr == out.back().addr + out.back().bytes) out.back().bytes += 16;
+    else out.push_back({addr, 16});
+  }
+  return out;
+}
+template <class F>
+static void operands(Warp& w, const WgmmaOp& op, F f) {
+  const int32_t* const arg = op.insn->arg;
+  if (!arg[RS]) f(ranges_of(w, op.desc_a, arg[TRANS_A], (w.id & 3) * 16, 16));
+  f(ranges_of(w, op.desc_b, arg[TRANS_B], 0, arg[N_]));
 }
 
 constexpr int kMaxN = 256 + 8;  // a stride that does not fall on the same cache sets
@@ -56,24 +74,23 @@ template <class E, int K>
 static void load_a(Warp& w, const WgmmaOp& op, float (*a)[K]) {
   const uint8_t* const smem = w.cta->smem.data();
   const int32_t* const arg = op.insn->arg;
-  const int row0 = (w.id & 3) * 16, per = E::kPerRegister;
+  const int row0 = (w.id & 3) * 16;
   if (arg[RS]) {
     for (int i = 0; i < 4; i++)
-      for (int l = 0; l < 32; l++)
-        for (int e = 0; e < per; e++)
-          a[l / 4 + (i & 1) * 8][l % 4 * per + (i >> 1) * 4 * per + e] = E::get(op.a[i * 32 + l], e);
+      for (int row = 0; row < 8; row++)
+        decode<E, 4>(&op.a[i * 32 + row * 4], &a[row + (i & 1) * 8][(i >> 1) * K / 2]);
   } else if (arg[TRANS_A]) {
     const Descriptor d(op.desc_a);
-    float t[E::kPer16];
+    float t[16];
     for (int k = 0; k < K; k++)
       for (int j = 0; j < 2; j++) {
-        E::decode(smem + d.mn_major(row0 / 8 + j, k), t);
+        decode<E, 4>(smem + d.mn_major(row0 / 8 + j, k), t);
         for (int e = 0; e < 8; e++) a[j * 8 + e][k] = t[e];
       }
   } else {
     const Descriptor d(op.desc_a);
     for (int r = 0; r < 16; r++)
-      for (int h = 0; h < 2; h++) E::decode(smem + d.k_major(row0 + r, h), &a[r][h * E::kPer16]);
+      for (int h = 0; h < 2; h++) decode<E, 4>(smem + d.k_major(row0 + r, h), &a[r][h * K / 2]);
   }
   if (arg[SCALE_A] * arg[SCALE_B] < 0)
     for (int r = 0; r < 16; r++)
@@ -86,15 +103,19 @@ static void load_b(Warp& w, const WgmmaOp& op, float (*b)[kMaxN]) {
   const int n = op.insn->arg[N_];
   if (op.insn->arg[TRANS_B]) {
     for (int k = 0; k < K; k++)
-      for (int j = 0; j < n / 8; j++) E::decode(smem + d.mn_major(j, k), &b[k][j * 8]);
+      for (int j = 0; j < n / 8; j++) decode<E, 4>(smem + d.mn_major(j, k), &b[k][j * 8]);
     return;
   }
-  for (int i = 0; i < n; i++)
-    for (int h = 0; h < 2; h++) {
-      float t[E::kPer16];
-      E::decode(smem + d.k_major(i, h), t);
-      for (int e = 0; e < E::kPer16; e++) b[h * E::kPer16 + e][i] = t[e];
-    }
+  for (int column = 0; column < n; column += 8) {
+    uint32_t words[8][8];
+    for (int i = 0; i < 8; i++)
+      for (int h = 0; h < 2; h++) {
+        uint32_t part[4];
+        memcpy(part, smem + d.k_major(column + i, h), 16);
+        for (int j = 0; j < 4; j++) words[h * 4 + j][i] = part[j];
+      }
+    decode_columns<E, 8>(words, b, column);
+  }
 }
 
 // Registers of two fp16 values: row and first column of each.
@@ -104,19 +125,16 @@ static void each_half(Warp& w, const int32_t* acc, int n, F f) {
     for (int l = 0; l < 32; l++) f(w.r(acc[i])[l], l / 4 + (i & 1) * 8, (i >> 1) * 8 + l % 4 * 2);
 }
 
+// Products one after the other into one accumulator.
 template <class EA, class EB>
-static void compute(Warp& w, const WgmmaOp& op) {
-  constexpr int K = 2 * EA::kPer16;
-  const Insn& in = *op.insn;
+static void compute(Warp& w, const WgmmaOp* const* ops, size_t count) {
+  constexpr int K = 8 * kPerWord<EA>;
+  const Insn& in = *ops[0]->insn;
   const int n = in.arg[N_];
   alignas(64) float a[16][K], b[K][kMaxN], c[16][kMaxN];
-  load_a<EA, K>(w, op, a);
-  load_b<EB, K>(w, op, b);
   const int32_t* acc = in.arg + first_acc(in);
   const bool half = in.arg[HALF];
-  if (!op.scale) {
-    for (auto& row : c) std::fill_n(row, n, 0.f);
-  } else if (half) {
+  if (half) {
     each_half(w, acc, n, [&](uint32_t& r, int row, int col) {
       c[row][col] = half_to_float(r & 0xffff);
       c[row][col + 1] = half_to_float(r >> 16);
@@ -128,7 +146,13 @@ static void compute(Warp& w, const WgmmaOp& op) {
         gather8(&c[row][q * 8], w.r(slot[0]) + row % 8 * 4, w.r(slot[1]) + row % 8 * 4);
       }
   }
-  tile_mma<K, kMaxN>(n, c, a, b);
+  for (size_t i = 0; i < count; i++) {
+    if (!ops[i]->scale)
+      for (auto& row : c) std::fill_n(row, n, 0.f);
+    load_a<EA, K>(w, *ops[i], a);
+    load_b<EB, K>(w, *ops[i], b);
+    tile_mma<K, kMaxN>(n, c, a, b);
+  }
   if (half) {
     each_half(w, acc, n, [&](uint32_t& r, int row, int col) {
       r = float_to_half(c[row][col]) | float_to_half(c[row][col + 1]) << 16;
@@ -142,14 +166,37 @@ static void compute(Warp& w, const WgmmaOp& op) {
   }
 }
 
-static void compute_any(Warp& w, const WgmmaOp& op) {
-  const int a = op.insn->arg[TYPE_A], b = op.insn->arg[TYPE_B];
-  if (a == W_F16) compute<EF16, EF16>(w, op);
-  else if (a == W_BF16) compute<EBF16, EBF16>(w, op);
-  else if (a == W_E4M3 && b == W_E4M3) compute<EE4M3, EE4M3>(w, op);
-  else if (a == W_E4M3) compute<EE4M3, EE5M2>(w, op);
-  else if (b == W_E4M3) compute<EE5M2, EE4M3>(w, op);
-  else compute<EE5M2, EE5M2>(w, op);
+static void compute_any(Warp& w, const WgmmaOp* const* ops, size_t count) {
+  const int a = ops[0]->insn->arg[TYPE_A], b = ops[0]->insn->arg[TYPE_B];
+  if (a == W_F16) compute<EF16, EF16>(w, ops, count);
+  else if (a == W_BF16) compute<EBF16, EBF16>(w, ops, count);
+  else if (a == W_E4M3 && b == W_E4M3) compute<EE4M3, EE4M3>(w, ops, count);
+  else if (a == W_E4M3) compute<EE4M3, EE5M2>(w, ops, count);
+  else if (b == W_E4M3) compute<EE5M2, EE4M3>(w, ops, count);
+  else compute<EE5M2, EE5M2>(w, ops, count);
+}
+
+// An accumulator in flight: its value is set aside, the registers are poison.
+static void set_aside(Warp& w, WgmmaOp& op) {
+  const Insn& in = *op.insn;
+  const int first = first_acc(in), count = num_acc(in);
+  if (!w.spare.empty()) {
+    op.acc = std::move(w.spare.back());
+    w.spare.pop_back();
+  }
+  op.acc.resize(size_t(count) * 32);
+  for (int i = 0; i < count; i++) {
+    uint32_t* r = w.r(in.arg[first + i]);
+    memcpy(&op.acc[i * 32], r, 128);
+    std::fill_n(r, 32, kPoisonRegister);
+  }
+  op.first = true;
+}
+static void bring_back(Warp& w, WgmmaOp& op) {
+  const Insn& in = *op.insn;
+  const int first = first_acc(in), count = num_acc(in);
+  for (int i = 0; i < count; i++) memcpy(w.r(in.arg[first + i]), &op.acc[i * 32], 128);
+  w.spare.push_back(std::move(op.acc));
 }
 
 static Step issue(Warp& w, const Insn& in, uint32_t) {
@@ -163,18 +210,21 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
   op.pc = w.pc;
   op.scale = w.p(arg[SCALE_D]) & 1;
   if (w.p(arg[SCALE_D]) + 1 > 1) fail("WGMMA: scale-d differs between lanes");
-  op.desc_b = w.d(arg[DESC_B])[0];
-  for (int l = 1; l < 32; l++)
-    if (w.d(arg[DESC_B])[l] != op.desc_b || (!arg[RS] && w.d(arg[DESC_A])[l] != w.d(arg[DESC_A])[0]))
-      fail("WGMMA: a matrix descriptor differs between lanes");
+  const uint64_t *const a = w.d(arg[DESC_A]), *const b = w.d(arg[DESC_B]);
+  uint64_t differ = 0;
+  for (int l = 1; l < 32; l++) differ |= b[l] ^ b[0];
+  if (!arg[RS])
+    for (int l = 1; l < 32; l++) differ |= a[l] ^ a[0];
+  if (differ) fail("WGMMA: a matrix descriptor differs between lanes");
+  op.desc_b = b[0];
   if (arg[RS]) {
     for (int i = 0; i < 4; i++) {
       const int slot = arg[DESC_A + i];
       if (w.in_flight[slot / 32] & kWritten) fail("WGMMA: A registers are an accumulator in flight");
-      op.a.insert(op.a.end(), w.r(slot), w.r(slot) + 32);
+      memcpy(&op.a[i * 32], w.r(slot), 128);
     }
   } else {
-    op.desc_a = w.d(arg[DESC_A])[0];
+    op.desc_a = a[0];
   }
   bool in_chain = false;
   for (int i = 0; i < count; i++) {
@@ -183,21 +233,8 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
     if (i == 0) in_chain = state & kWritten;
     else if (in_chain != ((state & kWritten) != 0)) fail("WGMMA: accumulators in flight overlap in part");
   }
-  const auto add = [&](uint32_t addr) {
-    shared_bounds(w, addr, 16, "wgmma operand");
-    if (!w.vm->check) return;
-    op.reads.push_back({addr, 16});
-    pend_shared_read(w, *w.cta, addr, 16, kAnyLane);
-  };
-  if (!arg[RS]) chunks(op.desc_a, arg[TRANS_A], (w.id & 3) * 16, 16, add);
-  chunks(op.desc_b, arg[TRANS_B], 0, arg[N_], add);
-  op.first = !in_chain;
-  if (op.first)
-    for (int i = 0; i < count; i++) {
-      uint32_t* r = w.r(arg[first + i]);
-      op.acc.insert(op.acc.end(), r, r + 32);
-      std::fill_n(r, 32, kPoisonRegister);
-    }
+  operands(w, op, [&](const std::vector<Range>& r) { pend_shared_reads(w, *w.cta, r.data(), r.size(), kAnyLane); });
+  if (!in_chain) set_aside(w, op);
   for (int i = 0; i < count; i++) w.in_flight[arg[first + i] / 32] |= kWritten;
   if (arg[RS])
     for (int i = 0; i < 4; i++) w.in_flight[arg[DESC_A + i] / 32] |= kRead;
@@ -210,60 +247,51 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
 static bool same_accumulator(const WgmmaOp& a, const WgmmaOp& b) {
   return a.insn->arg[first_acc(*a.insn)] == b.insn->arg[first_acc(*b.insn)];
 }
-
-static void finish(Warp& w, WgmmaOp& op, std::vector<WgmmaOp*>& later) {
-  const Insn& in = *op.insn;
-  const int first = first_acc(in), count = num_acc(in);
-  if (op.first)
-    for (int i = 0; i < count; i++) std::copy_n(&op.acc[i * 32], 32, w.r(in.arg[first + i]));
-  const int pc = w.pc;
-  w.pc = op.pc;
-  for (const auto& [addr, bytes] : op.reads) land_shared_read(w, *w.cta, addr, bytes, kAnyLane);
-  w.pc = pc;
-  compute_any(w, op);
-  for (WgmmaOp* next : later) {
-    if (next->first || !same_accumulator(op, *next)) continue;
-    next->first = true;  // it is still in flight: its accumulator goes back to poison
-    for (int i = 0; i < count; i++) {
-      uint32_t* r = w.r(in.arg[first + i]);
-      next->acc.insert(next->acc.end(), r, r + 32);
-      std::fill_n(r, 32, kPoisonRegister);
-    }
-    return;
-  }
+// Whether `b`, which follows `a`, may be summed with it before anything is rounded to registers.
+static bool fuse(const WgmmaOp& a, const WgmmaOp& b) {
+  const int32_t *x = a.insn->arg, *y = b.insn->arg;
+  return !b.first && same_accumulator(a, b) && !x[HALF] && x[N_] == y[N_] && x[TYPE_A] == y[TYPE_A] && x[TYPE_B] == y[TYPE_B];
 }
 
 void retire_wgmmas(Warp& w, size_t allowed) {
-  std::vector<WgmmaOp*> order;
-  for (auto& g : w.wgmma_groups)
-    for (WgmmaOp& op : g) order.push_back(&op);
-  for (WgmmaOp& op : w.open_wgmmas) order.push_back(&op);
-  size_t at = 0;
-  std::vector<int> retired;
+  std::vector<const WgmmaOp*> done;
+  std::vector<std::vector<WgmmaOp>> groups;
   while (w.wgmma_groups.size() > allowed) {
-    for (WgmmaOp& op : w.wgmma_groups.front()) {
-      std::vector<WgmmaOp*> later(order.begin() + ++at, order.end());
-      finish(w, op, later);
-      const Insn& in = *op.insn;
-      for (int i = DESC_A; i < in.nargs; i++)
-        if (in.arg[RS] || i > DESC_A) retired.push_back(in.arg[i]);
-    }
+    groups.push_back(std::move(w.wgmma_groups.front()));
     w.wgmma_groups.pop_front();
   }
-  if (retired.empty()) return;
-  for (int slot : retired) w.in_flight[slot / 32] = 0;
+  for (auto& group : groups)
+    for (WgmmaOp& op : group) {
+      if (op.first) bring_back(w, op);
+      done.push_back(&op);
+    }
+  if (done.empty()) return;
+  const int pc = w.pc;
+  for (size_t i = 0, end; i < done.size(); i = end) {
+    for (end = i + 1; end < done.size() && fuse(*done[i], *done[end]);) end++;
+    compute_any(w, &done[i], end - i);
+    for (size_t k = i; k < end; k++) {
+      w.pc = done[k]->pc;
+      operands(w, *done[k], [&](const std::vector<Range>& r) { land_shared_reads(w, *w.cta, r.data(), r.size(), kAnyLane); });
+      const Insn& in = *done[k]->insn;
+      for (int j = in.arg[RS] ? DESC_A : DESC_A + 1; j < in.nargs; j++) w.in_flight[in.arg[j] / 32] = 0;
+    }
+  }
+  w.pc = pc;
   w.wgmma_fenced = false;
   w.any_in_flight = false;
-  const auto mark = [&](WgmmaOp& op) {
+  const auto still = [&](WgmmaOp& op) {
     const Insn& in = *op.insn;
     w.any_in_flight = true;
+    // What goes on from a finished accumulator takes over its value.
+    if (!op.first && !(w.in_flight[in.arg[first_acc(in)] / 32] & kWritten)) set_aside(w, op);
     for (int i = first_acc(in); i < in.nargs; i++) w.in_flight[in.arg[i] / 32] = kWritten;
     if (in.arg[RS])
       for (int i = 0; i < 4; i++) w.in_flight[in.arg[DESC_A + i] / 32] |= kRead;
   };
   for (auto& g : w.wgmma_groups)
-    for (WgmmaOp& op : g) mark(op);
-  for (WgmmaOp& op : w.open_wgmmas) mark(op);
+    for (WgmmaOp& op : g) still(op);
+  for (WgmmaOp& op : w.open_wgmmas) still(op);
 }
 
 static Step fence_registers(Warp& w, const Insn&, uint32_t) {

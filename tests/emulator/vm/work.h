@@ -1,5 +1,6 @@
 // Asynchronous work and the barriers that wait for it.
 #pragma once
+#include <array>
 #include <cstdint>
 #include <memory>
 #include <utility>
@@ -12,6 +13,10 @@ namespace emu {
 
 struct Cta;
 
+struct Range {  // of shared memory
+  uint32_t addr, bytes;
+};
+
 struct CopyOp {  // one cp.async of one lane
   uint32_t dst;
   uint64_t src;
@@ -22,7 +27,7 @@ struct CopyOp {  // one cp.async of one lane
 };
 
 struct BulkOp {  // a bulk or tensor copy from shared memory
-  std::vector<std::pair<uint32_t, uint32_t>> reads;  // shared address, bytes
+  Range read;
   std::vector<std::pair<uint64_t, uint32_t>> writes;
   std::vector<uint8_t> data;
   std::vector<uint32_t> from;  // where in the data each write begins
@@ -37,9 +42,9 @@ struct WgmmaOp {
   int32_t pc;
   bool scale;
   uint64_t desc_a, desc_b;
-  std::vector<uint32_t> a, acc;  // registers at issue
-  std::vector<std::pair<uint32_t, uint32_t>> reads;
-  bool first;  // of its accumulator: acc holds its value
+  std::array<uint32_t, 128> a;  // registers at issue
+  std::vector<uint32_t> acc;    // the accumulator's value, if it is the first of a chain
+  bool first;
 };
 
 struct Barrier {
