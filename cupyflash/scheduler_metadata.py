@@ -52,6 +52,7 @@ class ScheduleBounds(NamedTuple):
     has_softcap: bool
 
 
+_INT32 = np.dtype(np.int32)
 _of_problem = attrgetter(*ScheduleBounds._fields[:-1])
 
 
@@ -236,7 +237,10 @@ def check_metadata(metadata: Any, call: Call) -> None:
     ValueError
         It was made for something else; names what differs.
     """
-    asked = _asked(call.problem)
+    kept = call.layout.kept
+    asked = kept.get(ScheduleBounds) or call.layout.keep(
+        ScheduleBounds, lambda: _asked(call.problem)
+    )
     if isinstance(metadata, SchedulerMetadata):
         if metadata.bounds != asked:
             pairs = zip(ScheduleBounds._fields, metadata.bounds, asked, strict=True)
@@ -244,7 +248,7 @@ def check_metadata(metadata: Any, call: Call) -> None:
             raise ValueError(f"scheduler_metadata was made for {', '.join(differ)}")
         metadata = metadata.buffer
     (buffer, _), on_host = place(("scheduler_metadata", "q"), (metadata, call.arrays.q))
-    if buffer.dtype != np.int32 or buffer.ndim != 1 or buffer.size < HEADER:
+    if buffer.dtype != _INT32 or buffer.ndim != 1 or buffer.size < HEADER:
         raise TypeError(
             f"scheduler_metadata is {buffer.dtype} {buffer.shape}; pass what "
             "get_scheduler_metadata returned, or its int32 buffer"

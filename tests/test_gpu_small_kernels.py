@@ -10,7 +10,7 @@ import pytest
 import cupyflash
 from cupyflash import merge_attn_states, reshape_and_cache_flash
 from cupyflash.runtime.compile import kernel_source, native_arch
-from cupyflash.runtime.cupy_device import cupy_device
+from cupyflash.runtime.cupy_device import LoadedKernel, cupy_device
 from cupyflash.runtime.dtypes import FP16
 from cupyflash.runtime.errors import CaptureError
 from cupyflash.runtime.launch import prepare
@@ -75,7 +75,7 @@ def test_the_source_through_rawmodule_has_the_same_bits(cp, device):
     source, options = kernel_source(variant)
     raw = cp.RawModule(code=source, options=options).get_function(variant.symbol)
     with nothing_loaded(device):
-        device.kernels[variant] = raw.kernel
+        device.kernels[variant] = LoadedKernel(raw.kernel)
         theirs = merge(cp, pair)
         assert list(device.kernels) == [variant]
     for a, b in zip(ours, theirs, strict=True):

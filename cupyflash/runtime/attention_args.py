@@ -17,7 +17,7 @@ from .problem import AttentionProblem
 __all__ = ["Tiling", "arrays_of", "pack_attention", "results"]
 
 _FLOAT32 = np.dtype(np.float32)
-_NO_SCALES = (None, None, None)
+_NO_SCALES = (0, 0, 0)
 _WIDE = 16  # bytes of the widest access
 
 
@@ -44,13 +44,12 @@ class Tiling(NamedTuple):
 
 def results(call: Call, device: Device, stream: int | None) -> tuple[Any, Any]:
     """``out`` and ``lse`` (None where it is not wanted): the caller's, or new ones."""
-    problem, arrays = call.problem, call.arrays
+    arrays, layout = call.arrays, call.layout
     out, lse = arrays.out, arrays.lse
     if out is None:
-        shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-        out = device.empty(shape, problem.out_type.numpy, stream)
-    if lse is None and problem.wants_lse:
-        lse = device.empty((problem.num_heads_q, problem.total_q), _FLOAT32, stream)
+        out = device.empty(layout.out_shape, layout.problem.out_type.numpy, stream)
+    if lse is None and layout.problem.wants_lse:
+        lse = device.empty(layout.lse_shape, _FLOAT32, stream)
     return out, lse
 
 
@@ -73,21 +72,37 @@ def pack_attention(
         log-sum-exps behind them.
     tiling : Tiling
     """
-    layout = call.layout
-    shape: _Shape = layout.kept.get(tiling) or layout.keep(tiling, lambda: _Shape(layout, tiling))
+    shape: _Shape = call.layout.kept.get(tiling) or _keep_shape(call.layout, tiling)
     q, k, v, cu_q, cu_k, used, table, alibi, sink = call.arrays[:9]
-    scales = call.descales if shape.scale_arrays else _NO_SCALES
-    pointer = device.pointer
-    starts = [
-        0 if a is None or type(a) is float else pointer(a)
-        for a in (q, k, v, out, lse, cu_q, cu_k, used, table, alibi, sink, *scales, scratch)
-    ]
-    starts.append(starts[-1] and starts[-1] + shape.partial_lse_offset)
-    if (starts[0] | starts[1] | starts[2] | starts[3]) % _WIDE:
-        tail = shape.tail(starts)
-    else:
-        tail = shape.aligned
-    return ATTENTION_PARAMS.pack_head(tail, *starts)
+    at = device.pointer
+    at_q, at_k, at_v, at_out = at(q), at(k), at(v), at(out)
+    wide = (at_q | at_k | at_v | at_out) % _WIDE == 0
+    tail = shape.aligned if wide else shape.tail(at_q, at_k, at_v, at_out)
+    scales: tuple[int, ...] = _NO_SCALES
+    if shape.scale_arrays:
+        scales = tuple([0 if s is None or type(s) is float else at(s) for s in call.descales])
+    partial_out = 0 if scratch is None else at(scratch)
+    return ATTENTION_PARAMS.pack_head(
+        tail,
+        at_q,
+        at_k,
+        at_v,
+        at_out,
+        0 if lse is None else at(lse),
+        at(cu_q),
+        0 if cu_k is None else at(cu_k),
+        0 if used is None else at(used),
+        0 if table is None else at(table),
+        0 if alibi is None else at(alibi),
+        0 if sink is None else at(sink),
+        *scales,
+        partial_out,
+        partial_out and partial_out + shape.partial_lse_offset,
+    )
+
+
+def _keep_shape(layout: Layout, tiling: Tiling) -> _Shape:
+    return layout.keep(tiling, lambda: _Shape(layout, tiling))
 
 
 class _Shape:
@@ -98,29 +113,28 @@ class _Shape:
         arrays = AttentionArrays(*layout.specs)
         self.scale_arrays = any(type(scale) is tuple for scale in scales)
         self.partial_lse_offset = tiling.partial_rows * problem.head_dim_v * 4
-        out = arrays.out or _contiguous(
-            (problem.total_q, problem.num_heads_q, problem.head_dim_v), problem.out_type.numpy
-        )
+        out = arrays.out or _contiguous(layout.out_shape, problem.out_type.numpy)
         lse = arrays.lse
         if lse is None and problem.wants_lse:
-            lse = _contiguous((problem.num_heads_q, problem.total_q), _FLOAT32)
+            lse = _contiguous(layout.lse_shape, _FLOAT32)
         self._strides = _strides(arrays, out, lse, scales)
         self._numbers = _numbers(problem, arrays, tiling)
         self._floats = _floats(problem, scales)
         self._widths = [
             (_joined(spec), nbytes)
             for spec, nbytes in (
-                *((s, 8 * s[1].itemsize) for s in (arrays.q, arrays.k, arrays.v)),
+                (arrays.q, 8 * arrays.q[1].itemsize),
+                *((spec, _WIDE) for spec in (arrays.k, arrays.v)),
                 (out, 4),
             )
         ]
-        self.aligned = self.tail([0, 0, 0, 0])
+        self.aligned = self.tail(0, 0, 0, 0)
 
-    def tail(self, starts: list[int]) -> bytes:
+    def tail(self, *starts: int) -> bytes:
         """Those fields, for q, k, v and out at these addresses."""
         vectorised = [
             (start | strides) % nbytes == 0
-            for start, (strides, nbytes) in zip(starts, self._widths, strict=False)
+            for start, (strides, nbytes) in zip(starts, self._widths, strict=True)
         ]
         return ATTENTION_PARAMS.pack_tail(
             *self._strides, *self._numbers, *vectorised, *self._floats

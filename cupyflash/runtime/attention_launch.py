@@ -18,6 +18,8 @@ from .workspace import scratch_of
 
 __all__ = ["attend", "usable_bytes"]
 
+_UINT8 = np.dtype(np.uint8)
+
 
 def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> tuple[Any, Any]:
     """Queue attention of every request.
@@ -76,7 +78,7 @@ def usable_bytes(call: Call, device: Device, workspace: Any) -> int | None:
     if workspace is None:
         return None
     place(("q", "workspace"), (call.arrays.q, workspace))
-    if workspace.dtype != np.uint8 or workspace.ndim != 1 or workspace.strides != (1,):
+    if workspace.dtype != _UINT8 or workspace.ndim != 1 or workspace.strides != (1,):
         raise ValueError(
             f"workspace is {workspace.dtype} {workspace.shape}; it must be contiguous uint8 "
             "[nbytes]"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from ctypes import c_char_p, c_void_p
+from ctypes import byref, c_char_p, c_void_p
 from functools import cache
 from operator import attrgetter
 from typing import Any
@@ -18,9 +18,19 @@ from .plan import Plan
 from .tensor_map import encode_tensor_map
 from .variant import Variant
 
-__all__ = ["CuPyDevice", "cupy_device"]
+__all__ = ["CuPyDevice", "LoadedKernel", "cupy_device"]
 
 _INVALID_CONTEXT = 201
+_POINTERS = tuple(c_char_p * count for count in range(17))
+
+
+class LoadedKernel:
+    """A CUfunction, and what keeps its module loaded."""
+
+    __slots__ = ("function", "owner")
+
+    def __init__(self, owner: Any) -> None:
+        self.owner, self.function = owner, c_void_p(owner.ptr)
 
 
 class _RawStream:
@@ -85,32 +95,31 @@ class CuPyDevice:
                     f"{path} does not load on {self.info.name} (driver for CUDA "
                     f"{driver // 1000}.{driver // 10 % 100}): {error}\nvariant: {variant}"
                 ) from error
-        return kernel
+        return LoadedKernel(kernel)
 
     def launch(self, kernel: Kernel, plan: Plan, args: KernelArgs, stream: int | None) -> None:
-        if self._is_current():
-            self._queue(kernel, plan, args.values, stream)
-        else:
+        """By ctypes: CuPy's own takes 20 us to look at a struct that is passed by value."""
+        if not (self._alone or self._runtime.getDevice() == self.ordinal):
             with self._context:
-                self._queue(kernel, plan, args.values, stream)
-
-    def _queue(
-        self, kernel: Kernel, plan: Plan, values: tuple[bytes, ...], stream: int | None
-    ) -> None:
-        """By ctypes: CuPy takes 20 us to look at a struct that is passed by value."""
+                return self.launch(kernel, plan, args, stream)
         if stream is None:
             stream = self._current_stream().ptr
-        launch = (
-            *(c_void_p(kernel.ptr), *plan.grid, *plan.block, plan.smem_bytes, c_void_p(stream)),
-            *((c_char_p * len(values))(*values), None),
-        )
-        status = self._launch(*launch)
+        values = args.values
+        pointers: Any = byref(c_char_p(values[0]))
+        if len(values) > 1:
+            pointers = _POINTERS[len(values)](*values)
+        asked = (
+            kernel.function, *plan.grid, *plan.block, plan.smem_bytes, c_void_p(stream), pointers,
+            None,
+        )  # fmt: skip
+        status = self._launch(*asked)
         if status == _INVALID_CONTEXT:  # a thread that has not used the device yet
             self._context.use()
             self._runtime.free(0)
-            status = self._launch(*launch)
+            status = self._launch(*asked)
         if status:
             raise self._cp.cuda.driver.CUDADriverError(status)
+        return None
 
     def encode_tensor_map(
         self,
@@ -129,29 +138,33 @@ class CuPyDevice:
         )
 
     def empty(self, shape: tuple[int, ...], dtype: Any, stream: int | None) -> Any:
-        if self.is_capturing(stream):
+        if not (self._alone or self._runtime.getDevice() == self.ordinal):
+            with self._context:
+                return self.empty(shape, dtype, stream)
+        current = self._current_stream().ptr
+        queue = current if stream is None else stream
+        if self._captures(queue):
             raise CaptureError(f"an array of shape {shape} would be allocated")
-        if self._is_current() and (stream is None or stream == self._current_stream().ptr):
+        if queue == current:
             return self._cp.ndarray(shape, dtype)
-        with self._context, self._current(stream):
+        with self._current(queue):
             return self._cp.ndarray(shape, dtype)
 
     def is_capturing(self, stream: int | None) -> bool:
-        if self._is_current():
-            return self._captures(stream)
-        with self._context:
-            return self._captures(stream)
+        if not (self._alone or self._runtime.getDevice() == self.ordinal):
+            with self._context:
+                return self.is_capturing(stream)
+        return self._captures(self._current_stream().ptr if stream is None else stream)
 
-    def _captures(self, stream: int | None) -> bool:
-        handle = self._current_stream().ptr if stream is None else stream
+    def _captures(self, stream: int) -> bool:
         try:
-            return bool(self._runtime.streamIsCapturing(handle))
+            return bool(self._runtime.streamIsCapturing(stream))
         except self._runtime.CUDARuntimeError:
             # The legacy default stream, while another stream that waits for it is captured.
             return True
 
     def current_stream(self) -> int:
-        if self._is_current():
+        if self._alone or self._runtime.getDevice() == self.ordinal:
             return int(self._current_stream().ptr)
         with self._context:
             return int(self._current_stream().ptr)
@@ -170,9 +183,6 @@ class CuPyDevice:
                 event.record(stream)
             with self._current(then) as stream:
                 stream.wait_event(event)
-
-    def _is_current(self) -> bool:
-        return self._alone or bool(self._runtime.getDevice() == self.ordinal)
 
     def _current(self, stream: int | None) -> AbstractContextManager[Any]:
         """Makes a raw handle the current stream, so that the memory pool orders by it."""

@@ -23,16 +23,20 @@ class Layout:
         Shape, dtype and strides (bytes) of each of `arrays.AttentionArrays`, or None.
     scales : tuple
         For q, k and v: None, a number, or the spec of an array.
+    out_shape, lse_shape : tuple of int
+        Of the results.
     kept : dict
         What was made for such calls; look here first, then `keep`.
     """
 
-    __slots__ = ("kept", "problem", "scales", "specs")
+    __slots__ = ("kept", "lse_shape", "out_shape", "problem", "scales", "specs")
 
     def __init__(
         self, problem: AttentionProblem, specs: tuple[Any, ...], scales: tuple[Any, ...]
     ) -> None:
         self.problem, self.specs, self.scales = problem, specs, scales
+        self.out_shape = problem.total_q, problem.num_heads_q, problem.head_dim_v
+        self.lse_shape = problem.num_heads_q, problem.total_q
         self.kept: dict[Hashable, Any] = {}
 
     def keep(self, key: Hashable, make: Callable[[], T]) -> T:
