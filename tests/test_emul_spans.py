@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
@@ -22,7 +22,8 @@ def check(rules, found):
     ends = list(accumulate(tiles for _, tiles in segments))
     total = ends[-1] if ends else 0
     begins = found.begins.tolist()
-    assert begins[0] == 0 and begins[-1] == total
+    assert begins[0] == 0
+    assert begins[-1] == total
     assert begins == sorted(begins)
     assert found.table[len(rules.q_lens)] == total
     assert found.requests.tolist() == [i for i, tiles in segments for _ in range(tiles)]
@@ -35,7 +36,7 @@ def check(rules, found):
             for tile in range(end - tiles, end):
                 owner = found.owners[tile]
                 assert begins[owner] <= tile < begins[owner + 1]
-    return segments, [b - a for a, b in zip(begins, begins[1:], strict=False)]
+    return segments, [b - a for a, b in pairwise(begins)]
 
 
 LENGTHS = st.one_of(st.integers(0, 40), st.sampled_from([15, 16, 17, 255, 256, 257, 1000]))
@@ -73,7 +74,7 @@ def test_a_table_made_ahead_changes_nothing(probe, requests, **rules):
     assert own.table.tolist() == table.table.tolist()
 
 
-@pytest.mark.parametrize("batch, spans", [(1, 8), (8, 264), (32, 264), (4, 132), (264, 132)])
+@pytest.mark.parametrize(("batch", "spans"), [(1, 8), (8, 264), (32, 264), (4, 132), (264, 132)])
 def test_equal_segments_are_cut_at_their_ends(probe, batch, spans):
     rules = Rules([1] * batch, [4096] * batch, units=8 if batch < 100 else 1, spans=spans)
     segments, lengths = check(rules, probe.run(rules))

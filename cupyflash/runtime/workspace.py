@@ -8,13 +8,17 @@ from typing import Any
 
 import numpy as np
 
+from .arrays import on_stream
 from .device import Device
 from .errors import CaptureError
 
-__all__ = ["Scratch", "free_workspaces", "scratch_of"]
+__all__ = ["COUNTERS", "Scratch", "free_workspaces", "scratch_of"]
 
 _GRAIN = 1 << 20
 _PER_THREAD_STREAM = 2
+
+COUNTERS = 4096
+"""uint32 words of `Scratch.counters`."""
 
 
 class Scratch:
@@ -31,6 +35,7 @@ class Scratch:
         self._device, self._stream = device, stream
         self._lock = threading.RLock()
         self._block: Any = None
+        self._counters: Any = None
         self._nbytes = 0
         self._captured = False
         self._pinned: list[Any] = []
@@ -72,7 +77,17 @@ class Scratch:
         self._captured |= capturing
         return self._block
 
+    @property
+    def counters(self) -> Any:
+        """uint32 [COUNTERS], which every launch finds 0 and leaves 0. There once a block is."""
+        return self._counters
+
     def _grow(self, nbytes: int) -> None:
+        if self._counters is None:
+            counters = self._device.empty((COUNTERS,), np.dtype(np.uint32), self._stream)
+            with on_stream(counters, self._stream):
+                counters.fill(0)
+            self._counters = counters
         if self._captured:
             self._pinned.append(self._block)
         size = max(-(-nbytes // _GRAIN) * _GRAIN, min(2 * self._nbytes, 1 << 28))

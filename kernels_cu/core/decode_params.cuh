@@ -5,7 +5,7 @@
 
 struct DecodeParams {
   float *partial_out;  // [2 * spans, unit * row_block, head_dim_v]
-  float *partial_lse;  // [2 * spans, unit * row_block]
+  float2 *partial_state;  // [2 * spans, unit * row_block] largest score to base 2, sum of weights
   u32 *arrivals;       // [spans], 0 between launches
   i32 *prefix;         // [batch + 3] of schedule.cu, or null: every CTA adds the lengths up
   i32 spans;           // that there may be

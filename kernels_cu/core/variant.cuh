@@ -40,11 +40,47 @@ struct AttentionVariant {
   static constexpr int kRowTiles = ROW_TILES;  // of 16 rows a warp
   static constexpr int kKeyWarps = KEY_WARPS;  // warps that share rows and split the keys of a tile
   static constexpr int kKeys = KEY_TILE;
-  static constexpr int kBlocks = KEY_WARPS > 1 && KV_TYPE <= kBf16 ? 3 : 2;  // a multiprocessor
+  static constexpr int kStepKeys = KEY_STEP;  // of a warp, at a time
+  static constexpr int kThreads = 32 * WARPS;
+  static constexpr int kStages = STAGES;  // of keys and values; 1: one after the other
+  static constexpr int kBlocks = BLOCKS;  // that share a multiprocessor
+  static constexpr int kHold = HOLD;      // registers up to which queries stay in them
   static constexpr bool kScoreMod = SCORE_MOD;        // soft cap or ALiBi
   static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
   static constexpr int kSharedBytes = SMEM_NBYTES;
 };
 static_assert(AttentionVariant::kCompute == kFp16 || AttentionVariant::kCompute == kBf16, "");
 static_assert(!AttentionVariant::kWiden || AttentionVariant::kCache >= kE4m3, "");
+#endif
+
+#ifdef DECODE_ROWS
+// Decoding on 9.0: what the products are computed in, how the cache is stored, and the tile.
+struct DecodeVariant {
+  static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr ScalarType kCache = static_cast<ScalarType>(KV_TYPE);
+  static constexpr int kHeadDim = HEAD_DIM;  // a bucket: at least those of k and v
+  static constexpr int kRowTiles = DECODE_ROWS / 8;
+  static constexpr int kKeys = KEY_TILE;              // of a warp's tile
+  static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
+  static constexpr int kParamsBytes = DECODE_NBYTES;
+};
+static_assert(DecodeVariant::kCompute == kFp16 || DecodeVariant::kCompute == kBf16, "");
+static_assert(DECODE_ROWS % 8 == 0 && KEY_TILE % 16 == 0, "tiles of the products");
+#endif
+
+#ifdef PREFILL_NBYTES
+// Prefill on 9.0: what the products are computed in, and the tile.
+struct PrefillVariant {
+  static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr int kHeadDim = HEAD_DIM;  // buckets: at least the real ones
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kKeys = KEY_TILE;
+  static constexpr int kQueryStages = QUERY_STAGES;
+  static constexpr int kStages = KEY_STAGES;
+  static constexpr bool kTurns = TURNS;          // the warpgroups issue their products in turns
+  static constexpr bool kScoreMod = SCORE_MOD;   // soft cap or ALiBi
+  static constexpr int kSharedBytes = SMEM_NBYTES;
+  static constexpr int kParamsBytes = PREFILL_NBYTES;
+};
+static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == kBf16, "");
 #endif

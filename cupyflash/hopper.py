@@ -1,0 +1,208 @@
+"""The Hopper kernels, version 3: compute capability 9.0.
+
+Decoding has a kernel of its own; what it does not take goes to the portable kernels.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from .bounds import AttentionBounds
+from .portable import attend as attend_portable
+from .portable import attention_plans as portable_plans
+from .portable import write_schedule as write_header
+from .runtime.arrays import array_module, on_stream
+from .runtime.attention_launch import usable_bytes
+from .runtime.attention_plan import ATTENTION_PARAMS
+from .runtime.call import Call
+from .runtime.decode_launch import HEADER_BYTES, attend_decode, layout_refusal
+from .runtime.decode_plan import (
+    LARGEST_SCAN,
+    PREFIX_EXTRA,
+    DecodePlan,
+    decode_plans,
+    decode_refusal,
+    make_decode_plan,
+)
+from .runtime.decode_tile import DECODE_PARAMS
+from .runtime.device import Device, DeviceInfo, device_for
+from .runtime.launch import launch, stream_handle
+from .runtime.params import KernelArgs
+from .runtime.plan import Plan
+from .runtime.prefill_launch import attend_prefill, prefill_layout_refusal
+from .runtime.prefill_plan import (
+    PrefillPlan,
+    make_prefill_plan,
+    prefill_plans,
+    prefill_refusal,
+)
+from .runtime.problem import AttentionProblem
+
+__all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
+
+_HEADER = HEADER_BYTES // 4
+_WIDE = 16
+
+
+def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> tuple[Any, Any]:
+    """Queue attention of every request.
+
+    Parameters
+    ----------
+    call : Call
+    scheduler_metadata : SchedulerMetadata or its buffer, optional
+        Saves large batches a launch.
+    workspace : array [nbytes], uint8, optional
+        Scratch; keys are split into fewer pieces where it is small. The device's own if None.
+    stream : int or stream, optional
+
+    Returns
+    -------
+    out : array [total_q, num_heads_q, head_dim_v]
+    lse : array [num_heads_q, total_q], float32, or None
+
+    Raises
+    ------
+    ValueError
+        The workspace is not bytes, or not aligned.
+    CaptureError, CompileError
+        As `compile.load_kernel`; or memory would be allocated during a capture.
+    """
+    device = device_for(call.arrays.q)
+    limit = None if workspace is None else usable_bytes(call, device, workspace)
+    plan = _decode_plan(call, device, limit)
+    given = stream_handle(stream)
+    queue = device.current_stream() if given is None else given
+    if plan is None:
+        prefill = _prefill_plan(call, device, limit)
+        if prefill is None:
+            return attend_portable(call, scheduler_metadata, workspace, stream)
+        return attend_prefill(call, prefill, device, workspace, queue)
+    table = None
+    if plan.has_table and scheduler_metadata is not None:
+        table = getattr(scheduler_metadata, "buffer", scheduler_metadata)
+        if table.size < _HEADER + call.problem.batch + PREFIX_EXTRA:
+            table = None
+    return attend_decode(call, plan, device, table, workspace, queue)
+
+
+def _decode_plan(call: Call, device: Device, limit: int | None) -> DecodePlan | None:
+    """How the decode kernel serves a call; None where it does not."""
+    layout, q, k, v = call.layout, *call.arrays[:3]
+    starts = tuple(device.pointer(array) for array in (q, k, v))
+    offset = (starts[0] | starts[1] | starts[2]) % _WIDE
+    key = ("decode", device.info, limit, offset and starts)
+    if key in layout.kept:
+        return layout.kept[key]  # type: ignore[no-any-return]
+    refused = decode_refusal(layout.problem, device.info) or layout_refusal(layout, starts)
+    plan = None
+    if not refused:
+        limits = () if limit is None else (limit,)
+        plan = make_decode_plan(layout.problem, device.info, *limits)
+        if limit is not None and plan.attend.workspace_bytes > limit:
+            plan = None
+    return layout.keep(key, lambda: plan)
+
+
+def _prefill_plan(call: Call, device: Device, limit: int | None) -> PrefillPlan | None:
+    """How the prefill kernel serves a call; None where it does not."""
+    layout, out = call.layout, call.arrays.out
+    starts = tuple(device.pointer(array) for array in call.arrays[:3])
+    starts = (*starts, 0 if out is None else device.pointer(out))
+    offset = (starts[0] | starts[1] | starts[2] | starts[3]) % _WIDE
+    key = ("prefill", device.info, limit, offset and starts)
+    if key in layout.kept:
+        return layout.kept[key]  # type: ignore[no-any-return]
+    problem, plan = layout.problem, None
+    if not (prefill_refusal(problem, device.info) or prefill_layout_refusal(layout, starts)):
+        plan = make_prefill_plan(problem, device.info, *(() if limit is None else (limit,)))
+        if limit is not None and plan.attend.workspace_bytes > limit:
+            plan = None
+    return layout.keep(key, lambda: plan)
+
+
+def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
+    """Which kernel serves a problem, and why not the decode kernel."""
+    refused = decode_refusal(problem, info)
+    if refused:
+        return f"portable kernels; not the Hopper decode kernel: {refused}"
+    return "Hopper decode kernel, where rows of keys start at multiples of 16 bytes"
+
+
+def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+    """Every launch that calls within a problem's bounds may need, those of the problem first.
+
+    Their workspace is enough for any of the calls.
+    """
+    decode, portable = decode_plans(problem, info), portable_plans(problem, info)
+    portable = prefill_plans(problem, info) + portable
+    if not decode_refusal(problem, info):
+        first = make_decode_plan(problem, info).attend
+        decode.sort(key=lambda plan: plan.variant != first.variant)
+        return decode + portable
+    return portable + decode
+
+
+def write_schedule(bounds: Any, seqused_k: Any, cu_seqlens_q: Any, out: Any, stream: Any) -> Any:
+    """The header of a schedule, and behind it what large batches need: tiles before each request.
+
+    Smaller ones need nothing: every block of a kernel adds the lengths up for itself.
+
+    Raises
+    ------
+    ValueError
+        ``out`` is too small.
+    """
+    device = device_for(seqused_k)
+    problem = _problem(bounds)
+    size = _HEADER + bounds.batch + PREFIX_EXTRA
+    if bounds.batch <= LARGEST_SCAN or decode_refusal(problem, device.info):
+        return write_header(bounds, seqused_k, cu_seqlens_q, out, stream)
+    if out is None:
+        with on_stream(seqused_k, stream):
+            out = array_module(seqused_k).empty(size, np.int32)
+    elif out.size < size:
+        raise ValueError(f"out holds {out.size} int32; a batch of {bounds.batch} needs {size}")
+    write_header(bounds, seqused_k, cu_seqlens_q, out, stream)
+    plan = make_decode_plan(problem, device.info)
+    values = dict.fromkeys(ATTENTION_PARAMS.names, 0)
+    values.update(
+        cu_seqlens_q=0 if cu_seqlens_q is None else device.pointer(cu_seqlens_q),
+        seqused_k=device.pointer(seqused_k),
+        batch=bounds.batch,
+        group=problem.group_size,
+        window_left=_reach(bounds, bounds.window_left),
+        window_right=_reach(bounds, bounds.window_right),
+    )
+    table = device.pointer(out) + HEADER_BYTES
+    packed = (
+        ATTENTION_PARAMS.pack(*values.values()),
+        DECODE_PARAMS.pack(0, 0, 0, table, *plan.numbers, 0),
+    )
+    args = KernelArgs(packed, (seqused_k, cu_seqlens_q, out))
+    launch(device, plan.schedule, args, stream_handle(stream))
+    return out
+
+
+def _reach(bounds: Any, window: int) -> int:
+    """-1 also where it goes past every key, so that sums cannot overflow."""
+    return -1 if window >= bounds.max_seqlen_q + bounds.max_seqlen_k else window
+
+
+def _problem(bounds: Any) -> AttentionProblem:
+    return AttentionBounds(
+        batch_size=bounds.batch,
+        max_seqlen_q=bounds.max_seqlen_q,
+        max_seqlen_k=bounds.max_seqlen_k,
+        num_heads_q=bounds.num_heads_q,
+        num_heads_kv=bounds.num_heads_kv,
+        headdim=bounds.head_dim,
+        headdim_v=bounds.head_dim_v,
+        kv_dtype=bounds.kv_type.name,
+        dtype="bfloat16" if bounds.kv_type.is_fp8 else bounds.kv_type.name,
+        page_size=bounds.page_size,
+        window_size=(bounds.window_left, bounds.window_right),
+        num_splits=bounds.num_splits,
+    ).problem()

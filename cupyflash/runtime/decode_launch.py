@@ -1,0 +1,176 @@
+"""Launching the Hopper decode kernel; arguments are validated already."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .arrays import AttentionArrays
+from .attention_args import Tiling, arrays_of, pack_attention, results
+from .call import Call
+from .decode_plan import DecodePlan
+from .decode_tile import DECODE_PARAMS
+from .device import Device
+from .launch import launch
+from .layout import Layout
+from .params import KernelArgs
+from .workspace import scratch_of
+
+__all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
+
+_UINT8, _UINT16 = 0, 1  # CUtensorMapDataType
+_SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL = 3, 0, 0
+_LARGEST_STRIDE = 1 << 40
+_TILING = Tiling(0, 0, 0, 0)
+
+HEADER_BYTES = 16
+"""Of a schedule, before its table."""
+
+
+class Placement(NamedTuple):
+    """What of a call the decode kernel's arguments depend on besides its plan.
+
+    Attributes
+    ----------
+    key_maps : tuple of tuple
+        For k and v: element type, shape, strides and box of a tensor map.
+    out_step : int
+        The bits that rows of ``out`` have in their addresses besides those of the first.
+    """
+
+    key_maps: tuple[tuple[Any, ...], ...]
+    out_step: int
+
+
+def layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
+    """Why TMA cannot read a call's keys, or the kernel its queries; empty where both can.
+
+    Parameters
+    ----------
+    layout : Layout
+    starts : tuple of int
+        Addresses of q, k and v.
+    """
+    arrays = AttentionArrays(*layout.specs)
+    pair = 2 * arrays.q[1].itemsize
+    if (starts[0] | arrays.q[2][0] | arrays.q[2][1]) % pair:
+        return f"q: rows do not start at multiples of {pair} bytes"
+    for name, (shape, _, strides), start in (
+        ("k", arrays.k, starts[1]),
+        ("v", arrays.v, starts[2]),
+    ):
+        if 0 in shape:
+            return f"{name} is empty"
+        steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
+        if start % 16 or any(s % 16 for s in steps):
+            return f"{name}: rows do not start at multiples of 16 bytes"
+        if any(not 0 < s < _LARGEST_STRIDE for s in steps):
+            return f"{name}: strides {strides} are not between 0 and 2^40"
+    return ""
+
+
+def _placement(layout: Layout, plan: DecodePlan) -> Placement:
+    arrays = AttentionArrays(*layout.specs)
+    maps = (
+        _map_of(arrays.k, plan.k_panels, plan.box_rows, plan.whole_boxes),
+        _map_of(arrays.v, plan.v_panels, plan.box_rows, plan.whole_boxes),
+    )
+    if arrays.out is None:
+        return Placement(maps, layout.problem.head_dim_v * layout.problem.out_type.itemsize)
+    strides = arrays.out[2]
+    return Placement(maps, strides[0] | strides[1])
+
+
+def _map_of(spec: Any, panels: int, box_rows: int, whole: bool) -> tuple[Any, ...]:
+    """Of [blocks, slots, heads, dim] or [tokens, heads, dim]: (element, slot, panel, head, block).
+
+    A box has 128 bytes of each of its rows, or all of them as panels one after the other; what lies
+    past the head size is filled with zeros.
+    """
+    shape, dtype, strides = spec
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (16, *strides)
+    blocks, slots, heads, dim = shape
+    width = 128 // dtype.itemsize
+    across = dim // width if whole else 1
+    steps = [16 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True)]
+    return (
+        _UINT8 if dtype.itemsize == 1 else _UINT16,
+        (width if whole else dim, slots, across, heads, blocks),
+        (steps[1], 128 if whole else 16, steps[2], steps[0]),
+        (width, box_rows, panels if whole else 1, 1, 1),
+    )
+
+
+def attend_decode(
+    call: Call, plan: DecodePlan, device: Device, table: Any, workspace: Any, stream: int
+) -> tuple[Any, Any]:
+    """Queue attention of every request.
+
+    Parameters
+    ----------
+    call : Call
+        Neither ``decode_refusal`` nor ``layout_refusal`` has anything against it.
+    plan : DecodePlan
+    device : Device
+    table : array, int32, optional
+        A schedule with the table that was made ahead.
+    workspace : array [nbytes], uint8, optional
+        Scratch of at least ``plan.attend.workspace_bytes``; the device's own if None.
+    stream : int
+
+    Returns
+    -------
+    out : array [total_q, num_heads_q, head_dim_v]
+    lse : array [num_heads_q, total_q], float32, or None
+
+    Raises
+    ------
+    CaptureError, CompileError
+        As `compile.load_kernel`; or memory would be allocated during a capture.
+    """
+    found = results(call, device, stream)
+    if workspace is not None or not plan.attend.workspace_bytes:
+        _queue(call, plan, device, found, table, workspace, None, stream)
+        return found
+    with scratch_of(device, stream) as scratch:
+        block = scratch.reserve(plan.attend.workspace_bytes)
+        _queue(call, plan, device, found, table, block, scratch.counters, stream)
+    return found
+
+
+def _queue(
+    call: Call,
+    plan: DecodePlan,
+    device: Device,
+    found: tuple[Any, Any],
+    table: Any,
+    block: Any,
+    counters: Any,
+    stream: int,
+) -> None:
+    """``counters`` are 0 between launches; without them they lie in the block and are set to 0."""
+    layout = call.layout
+    placed: Placement = layout.kept.get(plan) or layout.keep(plan, lambda: _placement(layout, plan))
+    packed = pack_attention(call, device, *found, None, _TILING)
+    start = 0 if block is None else device.pointer(block)
+    partials = (start, start + plan.state_at) if plan.splits else (0, 0)
+    cleared = start + plan.counters_at if plan.splits and counters is None else 0
+    made = start + plan.table_at if plan.has_table and table is None else 0
+    arrivals = cleared or (device.pointer(counters) if plan.splits else 0)
+    wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0
+    prefix = made if table is None else device.pointer(table) + HEADER_BYTES
+    arrays = arrays_of(call, *found, block, counters, table)
+    if cleared or made:
+        values = DECODE_PARAMS.pack(*partials, cleared, made, *plan.numbers, wide)
+        launch(device, plan.schedule, KernelArgs((packed, values), arrays), stream)
+    decode = DECODE_PARAMS.pack(*partials, arrivals, prefix, *plan.numbers, wide)
+    maps = tuple(
+        device.encode_tensor_map(
+            array, kind, device.pointer(array), shape, strides, box,
+            _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL,
+        )
+        for array, (kind, shape, strides, box) in zip(
+            (call.arrays.k, call.arrays.v), placed.key_maps, strict=True
+        )
+    )  # fmt: skip
+    launch(device, plan.attend, KernelArgs((packed, decode, *maps), arrays), stream)

@@ -1,0 +1,247 @@
+"""Launches of the Hopper decode kernel, from bounds alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+
+from .decode_tile import BUCKETS, DecodeTile, row_tiles, schedule_variant
+from .device import DeviceInfo
+from .dtypes import FP16
+from .plan import Plan
+from .problem import AttentionProblem
+from .workspace import COUNTERS
+
+__all__ = [
+    "LARGEST_SCAN",
+    "PREFIX_EXTRA",
+    "DecodePlan",
+    "decode_plans",
+    "decode_refusal",
+    "make_decode_plan",
+    "schedule_plan",
+]
+
+LARGEST_SCAN = 512
+"""Requests that every block adds up for itself: 128 threads, 4 each."""
+
+PREFIX_EXTRA = 3
+"""int32 words of the table of schedule.cu besides one a request."""
+
+_THREADS, _WARPS = 128, 4
+_SCHEDULE_THREADS = 1024
+_LARGEST_WORKSPACE = 1 << 28
+_RESERVED = 1024  # bytes of shared memory that every block takes besides its own
+_IN_FLIGHT = 192 << 10  # bytes a multiprocessor asks for ahead
+_FEW_SEGMENTS = 4  # up to which one block a multiprocessor leaves fewer pieces to merge
+_ALIGN_BYTES = 1_600_000_000  # of keys and values; past it spans of equal length win
+_CONTIGUOUS = 256  # bytes of neighbouring heads that are worth reading together
+_MOST_TILES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class DecodePlan:
+    """One launch, or two with the schedule.
+
+    Attributes
+    ----------
+    attend : Plan
+    schedule : Plan
+        Before it, if there is a table to be made or counters to be set to 0.
+    splits : bool
+        Whether segments may be split, and leave partial results.
+    has_table : bool
+        Whether schedule.cu adds the lengths up, and not every block.
+    state_at, table_at, counters_at : int
+        Where in the workspace, after the partial outputs, their states lie, the table, and counters
+        of arrivals if there are no others.
+    numbers : tuple of int
+        The fields of ``DecodeParams`` after its pointers.
+    box_rows, k_panels, v_panels : int
+        Keys of a TMA box; panels of 128 bytes that are loaded of a row.
+    whole_boxes : bool
+        A box has all panels of its keys.
+    """
+
+    attend: Plan
+    schedule: Plan
+    splits: bool
+    has_table: bool
+    state_at: int
+    table_at: int
+    counters_at: int
+    numbers: tuple[int, ...]
+    box_rows: int
+    k_panels: int
+    v_panels: int
+    whole_boxes: bool
+
+
+def schedule_plan(batch: int) -> Plan:
+    """The launch that makes the table of a batch."""
+    return Plan(schedule_variant(), (1 if batch else 0, 1, 1), (_SCHEDULE_THREADS, 1, 1))
+
+
+def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
+    """Why the decode kernel does not serve a problem; empty where it does."""
+    if info.capability != (9, 0):
+        return "it is for compute capability 9.0"
+    if problem.batch_invariant:
+        return "batch_invariant=True: its spans depend on the other requests"
+    if not problem.batch or not problem.total_q:
+        return "there are no queries"
+    most = row_tiles(_bucket(problem))[-1]
+    rows = _tokens(problem) * problem.group_size
+    if rows > most:
+        return f"a request may have {rows} rows a KV head, it takes {most}"
+    tile = _tile(problem)
+    tiles = problem.batch * problem.num_heads_kv * -(-problem.max_seqlen_k // tile.keys)
+    if tiles >= _MOST_TILES:
+        return f"{tiles} key tiles within the bounds, it counts to {_MOST_TILES - 1}"
+    return ""
+
+
+def _bucket(problem: AttentionProblem) -> int:
+    widest = max(problem.head_dim, problem.head_dim_v)
+    return next(bucket for bucket in BUCKETS if widest <= bucket)
+
+
+def _tokens(problem: AttentionProblem) -> int:
+    """Queries of a request, at most. A table is made without knowing ``total_q``."""
+    if problem.batch > LARGEST_SCAN:
+        return problem.max_seqlen_q
+    return min(problem.max_seqlen_q, problem.total_q)
+
+
+def _tile(problem: AttentionProblem) -> DecodeTile:
+    cache, head_dim = problem.kv_type, _bucket(problem)
+    rows = _tokens(problem) * problem.group_size
+    tiles = row_tiles(head_dim)
+    compute = FP16 if cache.is_fp8 else cache
+    return DecodeTile(compute, cache, head_dim, next((r for r in tiles if rows <= r), tiles[-1]))
+
+
+def _side_by_side(problem: AttentionProblem) -> int:
+    """KV heads that a block takes together, so that short rows are read beside each other."""
+    row, heads = problem.head_dim * problem.kv_type.itemsize, 1
+    while heads < _WARPS and heads * row < _CONTIGUOUS and problem.num_heads_kv % (2 * heads) == 0:
+        heads *= 2
+    return heads
+
+
+@lru_cache(maxsize=4096)
+def make_decode_plan(
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+) -> DecodePlan:
+    """The launches of a problem that is not refused; fewer spans fit a small workspace."""
+    tile, unit = _tile(problem), _side_by_side(problem)
+    row_block = min(tile.rows, max(1, _tokens(problem) * problem.group_size))
+    segments = problem.batch * problem.num_heads_kv // unit
+    table = problem.batch > LARGEST_SCAN
+    prefix_bytes = _round16((problem.batch + PREFIX_EXTRA) * 4) if table else 0
+    slot_bytes = 2 * unit * row_block * (problem.head_dim_v + 2) * 4
+    blocks = 1 if tile.head_dim > 128 or segments <= _FEW_SEGMENTS else 2  # a multiprocessor
+    pieces, most = problem.num_splits, min(info.num_sms * blocks, COUNTERS)
+    spans = min(most, max(0, workspace_limit - prefix_bytes) // (slot_bytes + 4))
+    if spans < min(segments, most) or spans < 2:
+        pieces, spans = 1, most
+    columns = _columns(tile.head_dim, unit * row_block)
+    rest = _rest_bytes(tile, row_block, columns, 0 if table else problem.batch + 1)
+    room = (info.smem_optin + _RESERVED) // blocks - _RESERVED
+    per_stage = _WARPS * (tile.stage_bytes + 8)
+    stages = max(
+        1, min((room - rest) // per_stage, _IN_FLIGHT // (blocks * _WARPS * tile.stage_bytes))
+    )
+    box_rows = gcd(problem.page_size, 16) if problem.page_size else 16
+    k_panels, v_panels, whole = _panels(problem, tile, box_rows)
+    tile_bytes = tile.keys * unit * problem.kv_type.itemsize
+    tile_bytes *= problem.head_dim + problem.head_dim_v
+    numbers = (
+        spans,
+        tile.keys.bit_length() - 1,
+        row_block,
+        problem.num_heads_kv // unit,
+        unit,
+        _WARPS // unit,
+        min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
+        pieces,
+        (1 << 31) - 1,
+        stages,
+        box_rows,
+        k_panels,
+        v_panels,
+        int(whole),
+        columns,
+    )
+    rows = 2 * spans * unit * row_block if pieces != 1 else 0
+    state_at = rows * problem.head_dim_v * 4
+    table_at = state_at + rows * 8
+    counters_at = table_at + prefix_bytes
+    nbytes = counters_at + (_round16(spans * 4) if rows else 0)
+    smem_bytes = stages * per_stage + rest
+    attend = Plan(tile.variant, (spans, 1, 1), (_THREADS, 1, 1), smem_bytes, nbytes)
+    return DecodePlan(
+        attend=attend,
+        schedule=schedule_plan(problem.batch),
+        splits=rows > 0,
+        has_table=table,
+        state_at=state_at,
+        table_at=table_at,
+        counters_at=counters_at,
+        numbers=numbers,
+        box_rows=box_rows,
+        k_panels=k_panels,
+        v_panels=v_panels,
+        whole_boxes=whole,
+    )
+
+
+def _round16(nbytes: int) -> int:
+    return -(-nbytes // 16) * 16
+
+
+def _columns(head_dim: int, rows: int) -> int:
+    """Output columns that the warps of a block merge at a time: four a thread."""
+    columns = 16
+    while columns < min(head_dim, 128) and 2 * columns * rows <= 4 * _THREADS:
+        columns *= 2
+    return columns
+
+
+def _rest_bytes(tile: DecodeTile, row_block: int, columns: int, prefix_words: int) -> int:
+    """Shared memory besides the ring, as mainloop/decode_merge_sm90.cuh lays it out."""
+    floats = _WARPS * max(128 + 4, row_block * (columns + 4))
+    return floats * 4 + _WARPS * tile.rows * 8 + 2 * _WARPS * 4 + prefix_words * 4
+
+
+def _panels(problem: AttentionProblem, tile: DecodeTile, box_rows: int) -> tuple[int, int, bool]:
+    """Panels of k and of v, and whether one box can have all of them."""
+    width = 128 // problem.kv_type.itemsize
+    sizes = (problem.head_dim, problem.head_dim_v)
+    whole = box_rows == 16 and all(size % width == 0 for size in sizes)
+    if tile.head_dim <= 128:
+        return tile.panels, tile.panels, whole
+    k_panels, v_panels = (-(-size // width) for size in sizes)
+    return k_panels, v_panels, whole
+
+
+def decode_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+    """Every launch of the decode kernel that calls within a problem's bounds may need.
+
+    Their workspace is enough for any of the calls.
+    """
+    if info.capability != (9, 0) or problem.batch_invariant or not problem.batch:
+        return []
+    plans, tiles = [], row_tiles(_bucket(problem))
+    for rows in tiles:
+        tokens = min(problem.max_seqlen_q, rows // problem.group_size)
+        if tokens:
+            largest = replace(problem, max_seqlen_q=tokens)
+            if not decode_refusal(largest, info):
+                plans.append(make_decode_plan(largest, info))
+    nbytes = max((plan.attend.workspace_bytes for plan in plans), default=0)
+    found = [plan.attend for plan in plans]
+    if problem.batch > LARGEST_SCAN:
+        found.append(schedule_plan(problem.batch))
+    return [replace(plan, workspace_bytes=nbytes) for plan in found]

@@ -1,0 +1,102 @@
+"""What is compiled of the Hopper decode kernel, and the layout of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .attention_plan import ATTENTION_PARAMS
+from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
+from .params import ParamsLayout
+from .variant import Variant
+
+__all__ = [
+    "BUCKETS",
+    "DECODE_PARAMS",
+    "DecodeTile",
+    "decode_variants",
+    "row_tiles",
+    "schedule_variant",
+]
+
+DECODE_PARAMS = ParamsLayout(
+    *((name, "ptr") for name in ("partial_out", "partial_state", "arrivals", "prefix")),
+    *(
+        (name, "i32")
+        for name in (
+            *("spans", "tile_shift", "row_block", "units", "unit", "fewest_tiles", "align_most"),
+            *("most_pieces", "most_rows", "stages", "box_rows", "k_panels", "v_panels"),
+            *("whole_boxes", "columns", "out_wide"),
+        )
+    ),
+)
+"""The layout of ``core/decode_params.cuh``."""
+
+BUCKETS = (64, 128, 256)
+"""Head sizes that are compiled: at least those of k and v."""
+
+_ARCH = "sm_90a"
+_CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """What is compiled: type of the products, of the cache, head bucket, rows of a segment."""
+
+    compute: ScalarType
+    cache: ScalarType
+    head_dim: int
+    rows: int
+
+    @property
+    def keys(self) -> int:
+        """Of a warp's tile: 4 KiB a side where rows allow."""
+        narrow = self.head_dim * self.cache.itemsize <= 128
+        return 32 if narrow else 16
+
+    @property
+    def panels(self) -> int:
+        return -(-self.head_dim * self.cache.itemsize // 128)
+
+    @property
+    def stage_bytes(self) -> int:
+        return 2 * self.keys * self.panels * 128
+
+    @property
+    def variant(self) -> Variant:
+        return Variant(
+            "attention_decode_sm90.cu",
+            f"attention_decode_sm90_{self.compute.name}_{self.cache.name}_d{self.head_dim}"
+            f"_r{self.rows}",
+            _ARCH,
+            (
+                ("COMPUTE_TYPE", self.compute.code),
+                ("DECODE_NBYTES", DECODE_PARAMS.nbytes),
+                ("DECODE_ROWS", self.rows),
+                ("HEAD_DIM", self.head_dim),
+                ("KEY_TILE", self.keys),
+                ("KV_TYPE", self.cache.code),
+                ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+            ),
+        )
+
+
+def row_tiles(head_dim: int) -> tuple[int, ...]:
+    """Rows of a segment that there are: as far as registers reach."""
+    return (8,) if head_dim > 128 else (8, 16)
+
+
+def decode_variants(arch: str) -> Iterator[Variant]:
+    """All that the Hopper decode kernel can be asked for."""
+    if arch != "sm_90":
+        return
+    for compute, cache in _CACHES:
+        for head_dim in BUCKETS:
+            for rows in row_tiles(head_dim):
+                yield DecodeTile(compute, cache, head_dim, rows).variant
+    yield schedule_variant()
+
+
+def schedule_variant() -> Variant:
+    """The kernel that adds up large batches."""
+    return Variant("schedule.cu", "schedule", _ARCH, (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),))

@@ -1,0 +1,73 @@
+// Attention of few query rows a request over many keys, for compute capability 9.0: one launch that
+// plans, attends and merges split segments. Grid: spans, as many as run at the same time.
+
+#include "core/variant.cuh"
+#include "core/attention_params.cuh"
+#include "core/decode_params.cuh"
+#include "block/spans.cuh"
+#include "mainloop/decode_sm90.cuh"
+#include "mainloop/decode_merge_sm90.cuh"
+
+static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
+static_assert(DecodeVariant::kParamsBytes == sizeof(DecodeParams),
+              "DecodeParams differs from the host's layout");
+
+extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
+    const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
+    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+  extern __shared__ __align__(1024) char smem[];
+  using Loop = DecodeLoop<DecodeVariant>;
+  using Merge = DecodeMerge<DecodeVariant>;
+  const int warp = threadIdx.x / 32, cta = blockIdx.x;
+  const Merge merge(p, d, smem + kDecodeWarps * d.stages * Loop::kStageBytes);
+  const u32 barriers = shared_address(merge.barriers());
+  if (threadIdx.x % 32 == 0) {
+    if (warp == 0) prefetch_tensor_map(&k_map), prefetch_tensor_map(&v_map);
+    for (int i = 0; i < d.stages; ++i) mbarrier_init(barriers + (warp * d.stages + i) * 8, 1);
+    mbarrier_init_fence();
+  }
+  wait_for_earlier_launches();
+  let_later_launches_start();
+
+  BatchTotals totals = {};
+  const i32 *prefix = d.prefix;
+  if (prefix) {
+    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2]};
+    __syncthreads();
+  } else {
+    totals = add_up<kDecodeThreads, 4>(p, d, 0, p.batch, totals, merge.prefix(), merge.scratch());
+    prefix = merge.prefix();
+  }
+  const Spans spans(d, p.batch, prefix, totals);
+  int at = spans.begin(p, d, cta);
+  const int end = spans.begin(p, d, cta + 1);
+  Loop loop(p, d, spans, &k_map, &v_map, shared_address(smem), barriers, at, end);
+  loop.start();
+  merge.write_empty(prefix, cta);
+  if (at >= end) return;
+
+  int request = spans.find(at);
+#pragma unroll 1
+  while (at < end) {
+    const RequestWork w = request_work(p, d, request);
+    const int segment = (at - prefix[request]) / w.tiles;
+    Piece piece;
+    piece.request = w.request;
+    piece.unit = segment / w.row_blocks;
+    piece.row_begin = (segment - piece.unit * w.row_blocks) * d.row_block;
+    piece.row_end = min(w.request.q_len * p.group, piece.row_begin + d.row_block);
+    piece.first = prefix[request] + segment * w.tiles;
+    piece.last = piece.first + w.tiles;
+    piece.begin = at;
+    piece.end = min(piece.last, end);
+    DecodeRows<DecodeVariant> rows;
+    rows.load(p, w.request, piece.unit * d.unit + loop.side_head, piece.row_begin, piece.row_end);
+    DecodeState<DecodeVariant> state;
+    state.clear();
+    const bool any =
+        loop.run(piece.first, piece.end, w.first_tile * Loop::kKeys, rows, state);
+    merge.finish(spans, piece, cta, any, state);
+    at = piece.end;
+    if (at < end && prefix[request + 1] <= at) request = spans.find(at);
+  }
+}

@@ -1,0 +1,222 @@
+// The query rows of a segment as columns of mma fragments, and their running softmax.
+//
+// Column n of row tile j is row 8j + n of the segment. Of queries, lane l holds those of row
+// 8j + l/4; of scores, those of rows 8j + 2 (l%4) + x, keys l/4 (x) and l/4 + 8 (x + 2).
+#pragma once
+
+#include "block/softmax.cuh"
+#include "block/query_tile.cuh"
+
+constexpr int kDecodeWarps = 4;
+constexpr int kDecodeThreads = 32 * kDecodeWarps;
+
+template <class V>
+struct DecodeState {
+  static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16;
+  float acc[kSteps][kRowTiles][4];
+  float top[kRowTiles][2];  // to base 2, scaled
+  float sum[kRowTiles][2];  // of this lane's keys
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+      top[j][0] = top[j][1] = -infinity();
+      sum[j][0] = sum[j][1] = 0.f;
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[n][j][e] = 0.f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void rescale(const float (&found)[kRowTiles][2]) {
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        float most = found[j][x];
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) {
+          most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, mask));
+        }
+        most = fmaxf(most, top[j][x]);
+        const float factor = most == -infinity() ? 1.f : exp2f_of(top[j][x] - most);
+        top[j][x] = most;
+        sum[j][x] *= factor;
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) acc[n][j][x] *= factor, acc[n][j][x + 2] *= factor;
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float exp2f_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+  }
+};
+
+template <class V>
+struct DecodeRows {
+  static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16;
+  static constexpr bool kWiden = V::kWiden;
+
+  u32 query[kRowTiles][kSteps][2];
+  int position[kRowTiles][2];
+  float slope[kRowTiles][2];
+  float scales[kWiden ? kRowTiles : 1][2];  // of the scores, to base 2 unless modified
+  bool modified;  // scores get a soft cap or ALiBi, and are to base 2 afterwards
+  int kv_begin, kv_end, free_begin, free_end;
+
+  __device__ __forceinline__ float scale(int j, int x) const {
+    return scales[kWiden ? j : 0][kWiden ? x : 0];
+  }
+
+  // Of scores that may have been modified already.
+  template <bool kMaybe>
+  __device__ __forceinline__ float later_scale(int j, int x) const {
+    return kMaybe && modified ? 1.f : scale(j, x);
+  }
+
+  // Whether every row sees all keys of a tile, as they are.
+  __device__ __forceinline__ bool all_see(int key, int count) const {
+    return !modified && key >= free_begin && key + count <= free_end;
+  }
+
+  // Elements 2q.. of a step lie with the lanes as the keys do: pairs 2q and 2q + 8, or, widened, 4q
+  // and 4q + 2.
+  __device__ __forceinline__ static int column(int n, int half, int q) {
+    return n * 16 + (kWiden ? 4 * q + 2 * half : 2 * q + 8 * half);
+  }
+
+  __device__ __forceinline__ void load(const AttentionParams &p, const Request &request,
+                                       int kv_head, int row_begin, int row_end) {
+    const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
+    const int shift = request.kv_len - request.q_len;
+    const KeyRange seen = visible_keys(p, request, 0, request.q_len - 1);
+    kv_begin = seen.begin, kv_end = seen.end;
+    const int first = row_begin / p.group + shift, last = (row_end - 1) / p.group + shift;
+    free_begin = p.window_left < 0 ? kv_begin : max(kv_begin, last - p.window_left);
+    free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);
+    const float signed_scale = score_scale(p, request.index, kv_head);
+    const u32 flip = signed_scale < 0.f ? 0x80008000u : 0u;
+    modified = p.softcap > 0.f || p.alibi_slopes;
+    // Never 0, as it meets -inf. Scores are below 1e14, so 1e-30 is 0 all the same.
+    const float common = fmaxf(fabsf(signed_scale), 1e-30f) * (modified ? 1.f : kLog2e);
+    scales[0][0] = common;
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+      const int row = row_begin + 8 * j + g, token = row / p.group;
+      const bool inside = row < row_end;
+      const char *from = p.q + (static_cast<i64>(request.q_begin) + token) * p.q_token_stride +
+                         (kv_head * p.group + row - token * p.group) * p.q_head_stride;
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = column(n, half, q);
+          query[j][n][half] = inside && at < p.head_dim ? load_pair(p, from, at) : 0u;
+        }
+      }
+      const int exponent = kWiden && p.q_type == kBf16 ? narrow(query[j]) : 0;
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) query[j][n][0] ^= flip, query[j][n][1] ^= flip;
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int scored = min(row_begin + 8 * j + 2 * q + x, row_end - 1);
+        const int scored_token = scored / p.group;
+        position[j][x] = scored_token + shift;
+        slope[j][x] = 0.f;
+        if (p.alibi_slopes) {
+          slope[j][x] = load_float(
+              p.alibi_slopes,
+              request.index * p.alibi_batch_stride +
+                  (kv_head * p.group + scored - scored_token * p.group) * p.alibi_head_stride);
+        }
+        if constexpr (kWiden) {
+          const int of_row = __shfl_sync(0xffffffffu, exponent, (2 * q + x) * 4);
+          scales[j][x] = fmaxf(power_of_two(of_row) * common, 1e-30f);
+        }
+      }
+    }
+  }
+
+  // Two elements of a query in the type of the products; bf16 as it is where that is another.
+  __device__ __forceinline__ static u32 load_pair(const AttentionParams &p, const char *row,
+                                                  int column) {
+    if (kWiden && p.q_type >= kE4m3) {
+      const u32 pair = *reinterpret_cast<const u16 *>(row + column);
+      return p.q_type == kE4m3 ? fp8_to_fp16<kE4m3>(pair) : fp8_to_fp16<kE5m2>(pair);
+    }
+    return *reinterpret_cast<const u32 *>(row + column * 2);
+  }
+
+  // bf16 to fp16, over a power of two: its exponent.
+  __device__ __forceinline__ static int narrow(u32 (&row)[kSteps][2]) {
+    float largest = 0.f;
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 pair = unpack_bf16(row[n][half]);
+        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      }
+    }
+    const int exponent = narrowing_exponent(quad_max(largest));
+    const float factor = power_of_two(-exponent);
+#pragma unroll
+    for (int n = 0; n < kSteps; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float2 pair = unpack_bf16(row[n][half]);
+        row[n][half] = pack_fp16(pair.x * factor, pair.y * factor);
+      }
+    }
+    return exponent;
+  }
+
+  // Scale, soft cap, ALiBi where there are any; then the masks, by selects, since what must not be
+  // seen may be NaN. Scores of keys from `key` on.
+  template <int kKeyTiles>
+  __device__ __forceinline__ void modify_and_mask(const AttentionParams &p, int key,
+                                                  float (&s)[kKeyTiles][kRowTiles][4]) const {
+    key += threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int low = p.window_left < 0 ? kv_begin : max(kv_begin, position[j][x] - p.window_left);
+        const int high =
+            p.window_right < 0 ? kv_end : min(kv_end, position[j][x] + p.window_right + 1);
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t) {
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const int at = key + t * 16 + h * 8;
+            float &score = s[t][j][x + 2 * h];
+            if (modified) score = modify(p, score * scale(j, x), position[j][x] - at, slope[j][x]);
+            if (at < low || at >= high) score = -infinity();
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float modify(const AttentionParams &p, float x, int distance,
+                                                 float slope) {
+    if (p.softcap > 0.f) x = p.softcap * tanh_fast(x / p.softcap);
+    return (x - slope * fabsf(static_cast<float>(distance))) * kLog2e;
+  }
+
+  // Which of the keys from `key` on count: masks for pairs 2q and 2q + 8.
+  __device__ __forceinline__ void kept_keys(int key, u32 (&keep)[2]) const {
+    const int q = threadIdx.x % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int at = key + 2 * q + 8 * half;
+      keep[half] = (at >= kv_begin && at < kv_end ? 0xffffu : 0u) |
+                   (at + 1 >= kv_begin && at + 1 < kv_end ? 0xffff0000u : 0u);
+    }
+  }
+};

@@ -1,0 +1,321 @@
+// The ends of segments: states of warps, then of spans, then the result.
+//
+// A segment that one span has whole is final. Of a split one every span leaves a normalised output
+// and its state (largest score to base 2, sum of weights) in a slot of its own: 2c where span c
+// begins inside of the segment, else 2c + 1. The last to arrive merge the slots in the order of the
+// keys. A log-sum-exp instead of the state would be rounded once more.
+#pragma once
+
+#include "arch/tma_sm90.cuh"
+#include "block/decode_rows.cuh"
+#include "block/epilogue.cuh"
+#include "block/spans.cuh"
+
+// What a span has of a segment; tiles of the line.
+struct Piece {
+  Request request;
+  int unit;
+  int row_begin, row_end;
+  int first, last;  // of the segment
+  int begin, end;   // of the piece
+
+  __device__ __forceinline__ bool whole() const { return begin == first && end == last; }
+};
+
+template <class V>
+class DecodeMerge {
+  static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16;
+  static constexpr int kPad = 4;          // floats, against bank conflicts
+  static constexpr int kWide = 128 + kPad;
+  static constexpr int kAtOnce = 16;      // partial rows that are asked for together
+  static constexpr u32 kAll = 0xffffffffu;
+
+ public:
+  __device__ __forceinline__ DecodeMerge(const AttentionParams &p, const DecodeParams &d, char *at)
+      : p(p), d(d), values_(reinterpret_cast<float *>(at)) {
+    const int floats = max(kDecodeWarps * kWide, kDecodeWarps * d.row_block * (d.columns + kPad));
+    states_ = reinterpret_cast<float2 *>(values_ + floats);
+  }
+
+  __device__ __forceinline__ u64 *barriers() const {
+    return reinterpret_cast<u64 *>(states_ + kDecodeWarps * 8 * kRowTiles);
+  }
+  __device__ __forceinline__ i32 *scratch() const {
+    return reinterpret_cast<i32 *>(barriers() + kDecodeWarps * d.stages);
+  }
+  __device__ __forceinline__ i32 *prefix() const { return scratch() + 2 * kDecodeWarps; }
+
+  // Rows of requests without keys, dealt to all blocks.
+  __device__ __forceinline__ void write_empty(const i32 *prefix, int cta) const {
+    const int lane = threadIdx.x % 32, grid = gridDim.x;
+#pragma unroll 1
+    for (int first = cta; first < p.batch; first += 32 * grid) {
+      const int mine = first + lane * grid;
+      const bool none = mine < p.batch && prefix[mine] == prefix[mine + 1];
+      u32 found = __ballot_sync(kAll, none);
+      while (found) {
+        const int request = first + (__ffs(found) - 1) * grid;
+        found &= found - 1;
+        const RequestWork w = request_work(p, d, request);
+        if (w.segments) write_nothing(w.request);
+      }
+    }
+  }
+
+  // The end of a piece; `any`: this warp had tiles of it. All threads of the block.
+  __device__ __forceinline__ void finish(const Spans &spans, const Piece &piece, int cta, bool any,
+                                         DecodeState<V> &state) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        float sum = state.sum[j][x];
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(kAll, sum, mask);
+        if (g == 0) states_[warp * 8 * kRowTiles + 8 * j + 2 * q + x] = {state.top[j][x], sum};
+      }
+    }
+    const int slot = 2 * cta + (piece.begin == piece.first ? 1 : 0);
+#pragma unroll 1
+    for (int column = 0; column < p.head_dim_v; column += d.columns) {
+      if (any) put_columns(state, piece.row_end - piece.row_begin, column);
+      __syncthreads();
+      merge_warps(piece, slot, column);
+      __syncthreads();
+    }
+    if (!piece.whole()) merge_spans(spans, piece);
+  }
+
+ private:
+  __device__ __forceinline__ void put_columns(const DecodeState<V> &state, int rows,
+                                              int column) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
+    const int stride = d.columns + kPad;
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        const int row = 8 * j + 2 * q + x;
+        if (row >= rows) continue;
+        float *to = values_ + (warp * d.row_block + row) * stride - column;
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          if (n * 16 < column || n * 16 >= column + d.columns) continue;
+          to[n * 16 + (V::kWiden ? 2 * g : g)] = state.acc[n][j][x];
+          to[n * 16 + (V::kWiden ? 2 * g + 1 : g + 8)] = state.acc[n][j][x + 2];
+        }
+      }
+    }
+  }
+
+  // A thread takes four columns of a row.
+  __device__ __forceinline__ void merge_warps(const Piece &piece, int slot, int column) const {
+    const int rows = piece.row_end - piece.row_begin, quads = d.columns / 4;
+    const int stride = d.columns + kPad;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < d.unit * rows * quads; i += kDecodeThreads) {
+      const int all = i / quads, in_pass = (i - all * quads) * 4, side = all / rows;
+      const int row = all - side * rows, at = column + in_pass;
+      if (at >= p.head_dim_v) continue;
+      float top = -infinity(), sum = 0.f, acc[4] = {};
+      for (int w = side; w < kDecodeWarps; w += d.unit) {
+        top = fmaxf(top, states_[w * 8 * kRowTiles + row].x);
+      }
+      const float shift = top == -infinity() ? 0.f : top;
+      for (int w = side; w < kDecodeWarps; w += d.unit) {
+        const float2 state = states_[w * 8 * kRowTiles + row];
+        if (state.y == 0.f) continue;  // a warp without tiles has no values either
+        const float factor = exp2_approx(state.x - shift);
+        const float4 v = *reinterpret_cast<const float4 *>(
+            values_ + (w * d.row_block + row) * stride + in_pass);
+        sum += factor * state.y;
+        acc[0] += factor * v.x, acc[1] += factor * v.y;
+        acc[2] += factor * v.z, acc[3] += factor * v.w;
+      }
+      const int head = piece.unit * d.unit + side;
+      const float norm =
+          sum == 0.f ? 0.f : value_scale(p, piece.request.index, head) / sum;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : acc[e] * norm;
+      if (piece.whole()) {
+        store_final(piece, side, row, at, acc, lse_of(shift, sum));
+      } else {
+        const i64 to = partial_row(slot, side * d.row_block + row);
+        *reinterpret_cast<float4 *>(d.partial_out + to * p.head_dim_v + at) =
+            make_float4(acc[0], acc[1], acc[2], acc[3]);
+        if (at == 0) d.partial_state[to] = {top, sum};
+      }
+    }
+  }
+
+  __device__ __forceinline__ static float lse_of(float shift, float sum) {
+    return sum == 0.f ? -infinity() : fmaf(shift, kLn2, logf(sum));
+  }
+
+  __device__ __forceinline__ i64 partial_row(int slot, int row) const {
+    return static_cast<i64>(slot) * (d.unit * d.row_block) + row;
+  }
+
+  __device__ __forceinline__ void store_four(char *to, const float (&value)[4]) const {
+    if (d.out_wide) {
+      uint2 both;
+      both.x = p.out_type == kFp16 ? pack_fp16(value[0], value[1]) : pack_bf16(value[0], value[1]);
+      both.y = p.out_type == kFp16 ? pack_fp16(value[2], value[3]) : pack_bf16(value[2], value[3]);
+      *reinterpret_cast<uint2 *>(to) = both;
+    } else {
+      store_pair(p, to, value[0], value[1]);
+      store_pair(p, to + 4, value[2], value[3]);
+    }
+  }
+
+  // Four columns of the result, and with the first ones the log-sum-exp.
+  __device__ __forceinline__ void store_final(const Piece &piece, int side, int row, int column,
+                                              float (&value)[4], float lse) const {
+    const int in_request = (piece.row_begin + row) / p.group;
+    const int head = (piece.unit * d.unit + side) * p.group + piece.row_begin + row -
+                     in_request * p.group;
+    const i64 token = static_cast<i64>(piece.request.q_begin) + in_request;
+    if (p.sink) {
+      const float sink = load_sink(p, head);
+      StateSum state(fmaxf(lse, sink));
+      const float part = state.add(lse);
+      state.add(sink);
+      const float weight = state.weight(part);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) value[e] *= weight;
+      lse = state.lse();
+    }
+    store_four(p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, value);
+    if (column == 0) store_lse(p, token, head, lse);
+  }
+
+  __device__ __forceinline__ void write_nothing(const Request &request) const {
+    const int quads = p.head_dim_v / 4;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < request.q_len * p.heads_q * quads; i += kDecodeThreads) {
+      const int row = i / quads, column = (i - row * quads) * 4;
+      const int in_request = row / p.heads_q, head = row - in_request * p.heads_q;
+      const i64 token = static_cast<i64>(request.q_begin) + in_request;
+      const float zero[4] = {};
+      store_four(p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, zero);
+      if (column == 0) store_lse(p, token, head, p.sink ? load_sink(p, head) : -infinity());
+    }
+  }
+
+  // ---- split segments
+
+  __device__ __forceinline__ void merge_spans(const Spans &spans, const Piece &piece) const {
+    const int first = spans.owner(piece.first);
+    const int count = spans.owner(piece.last - 1) - first + 1;
+    const int rows = piece.row_end - piece.row_begin, all_rows = d.unit * rows;
+    // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
+    // the grid is no larger than what runs at the same time.
+    const bool shared = all_rows > 1 && count * all_rows > 32 * kDecodeWarps &&
+                        count >= 4 * all_rows;
+    const int helpers = shared ? all_rows : 1;
+    if (threadIdx.x == 0) {
+      u32 *const counter = d.arrivals + first;
+      const int before = static_cast<int>(arrive_and_wrap(counter, count - 1));
+      const int turn = before + helpers - count;
+      if (turn >= 0 && before != count - 1) {
+        while (load_acquire(counter) != 0) {
+        }
+      }
+      *scratch() = turn;
+    }
+    __syncthreads();
+    const int turn = *scratch();
+    if (turn < 0) return;
+    const int warp = threadIdx.x / 32;
+    const int each = shared ? kDecodeWarps : max(1, kDecodeWarps / all_rows);  // warps a row
+    if (each == 1) {
+#pragma unroll 1
+      for (int i = warp; i < all_rows; i += kDecodeWarps) {
+        merge_row(piece, first, count, i / rows, i % rows, 0, 1);
+      }
+    } else {
+      const int row = shared ? turn : warp / each;
+      merge_row(piece, first, count, row / rows, row % rows, warp % each, each);
+    }
+    __syncthreads();
+  }
+
+  // Sums of slots `sub`, `sub` + each, ... of one row; with several warps a row, of all by barriers.
+  __device__ __forceinline__ void merge_row(const Piece &piece, int first, int count, int side,
+                                            int row, int sub, int each) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int in_slot = side * d.row_block + row;
+    const auto row_of = [&](int part) {
+      return partial_row(2 * (first + part) + (part == 0 ? 1 : 0), in_slot);
+    };
+    const bool valid = side < d.unit;
+    const int mine = valid ? (count - sub + each - 1) / each : 0;
+    float shift = 0.f;
+#pragma unroll 1
+    for (int base = 0; base < p.head_dim_v; base += 128) {
+      const int column = base + lane * 4, from = column < p.head_dim_v ? column : 0;
+      float acc[4] = {}, sum = 0.f;
+#pragma unroll 1
+      for (int part = 0; part < mine; part += kAtOnce) {
+        // Asked for before their weights are known: one way to the L2 cache, not three.
+        float4 v[kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const int at = sub + min(part + i, mine - 1) * each;
+          v[i] = load_from_l2(
+              reinterpret_cast<const float4 *>(d.partial_out + row_of(at) * p.head_dim_v + from));
+        }
+        float2 state = {-infinity(), 0.f};
+        if (lane < kAtOnce && part + lane < mine) {
+          state = load_from_l2(d.partial_state + row_of(sub + (part + lane) * each));
+        }
+        if (base == 0 && part == 0) shift = largest_score(count, row_of);
+        const float weight = exp2_approx(state.x - shift) * state.y;
+        sum += weight;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const float w = __shfl_sync(kAll, weight, i);
+          acc[0] += w * v[i].x, acc[1] += w * v[i].y, acc[2] += w * v[i].z, acc[3] += w * v[i].w;
+        }
+      }
+#pragma unroll
+      for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(kAll, sum, mask);
+      if (each > 1) {
+        if (base) __syncthreads();  // the sums of the columns before have been read
+        *reinterpret_cast<float4 *>(values_ + warp * kWide + lane * 4) =
+            make_float4(acc[0], acc[1], acc[2], acc[3]);
+        if (lane == 0) states_[warp].y = sum;
+        __syncthreads();
+        if (sub) continue;
+        for (int w = 1; w < each; ++w) {
+          const float4 v =
+              *reinterpret_cast<const float4 *>(values_ + (warp + w) * kWide + lane * 4);
+          acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w;
+          sum += states_[warp + w].y;
+        }
+      }
+      if (!valid || column >= p.head_dim_v) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : acc[e] / sum;
+      store_final(piece, side, row, column, acc, lse_of(shift, sum));
+    }
+  }
+
+  template <class RowOf>
+  __device__ __forceinline__ float largest_score(int count, const RowOf &row_of) const {
+    float top = -infinity();
+#pragma unroll 1
+    for (int part = threadIdx.x % 32; part < count; part += 32) {
+      top = fmaxf(top, load_from_l2(d.partial_state + row_of(part)).x);
+    }
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
+    return top == -infinity() ? 0.f : top;
+  }
+
+  const AttentionParams &p;
+  const DecodeParams &d;
+  float *const values_;  // [warps][row_block][columns + kPad]
+  float2 *states_;       // [warps][rows] largest score and sum
+};
