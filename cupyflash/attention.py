@@ -13,6 +13,7 @@ from .families import FAMILIES
 from .runtime import env
 from .runtime.arrays import AttentionArrays, as_array
 from .runtime.call import Call, prepare, refuse_options
+from .runtime.nvtx import call_range
 from .scheduler_metadata import check_metadata
 from .values import check_bounds, check_values
 
@@ -190,6 +191,12 @@ def _on_gpu(
     if workspace is not None:
         workspace = as_array(workspace, "workspace", stream)
     version = resolve_version(call.problem, capability_of(call.arrays.q), fa_version)
+    if env.debug():
+        p = call.problem
+        with call_range(
+            f"attention v{version}, {p.batch} requests, q {p.total_q}, k {p.max_seqlen_k}"
+        ):
+            return FAMILIES[version].launch(call, scheduler_metadata, workspace, stream)
     return FAMILIES[version].launch(call, scheduler_metadata, workspace, stream)
 
 

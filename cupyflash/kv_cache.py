@@ -8,6 +8,7 @@ from . import cpu
 from .runtime import env
 from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
+from .runtime.nvtx import call_range
 from .runtime.rules.cache import WRITE_ARRAYS, check_write
 from .values import check_slot_values
 
@@ -90,7 +91,12 @@ def reshape_and_cache_flash(
         check_slot_values(arrays[4], *arrays[2].shape[:2])
     from .runtime.write_launch import write_cache
 
-    write_cache(tuple(arrays), shapes, numbers, cache_type, stream)
+    written = (tuple(arrays), shapes, numbers, cache_type, stream)
+    if env.debug():
+        with call_range(f"reshape_and_cache_flash, {arrays[4].shape[0]} slots"):
+            write_cache(*written)
+    else:
+        write_cache(*written)
 
 
 def _scale(name: str, value: Any, stream: Any) -> tuple[float, Any]:

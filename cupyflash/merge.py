@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from . import cpu
+from .runtime import env
 from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
+from .runtime.nvtx import call_range
 from .runtime.rules.merge import MERGE_ARRAYS, check_merge
 from .runtime.rules.numbers import non_negative
 
@@ -94,4 +96,9 @@ def merge_attn_states(
         return
     from .runtime.merge_launch import merge_states
 
-    merge_states(tuple(arrays), shapes, with_prefix, number, out_type, stream)
+    given = (tuple(arrays), shapes, with_prefix, number, out_type, stream)
+    if env.debug():
+        with call_range(f"merge_attn_states, {tokens} tokens"):
+            merge_states(*given)
+    else:
+        merge_states(*given)

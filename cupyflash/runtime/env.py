@@ -29,8 +29,8 @@ def _flag(name: str) -> bool:
 
 
 def debug() -> bool:
-    """``CUPYFLASH_DEBUG=1``: print each variant and plan the first time it is used."""
-    return _flag("CUPYFLASH_DEBUG")
+    """``CUPYFLASH_DEBUG=1``: say which kernels are loaded, and mark calls for profilers (NVTX)."""
+    return b"CUPYFLASH_DEBUG" in _ENCODED and _flag("CUPYFLASH_DEBUG")
 
 
 def check() -> bool:
