@@ -13,7 +13,7 @@ from cupyflash.bench.roofs import roofs_here
 from cupyflash.runtime.cupy_import import load_cupy
 from cupyflash.runtime.kernel_source import kernel_root
 
-from .terminal import CommandError, print_pairs, print_table, progress
+from .terminal import CommandError, need_matplotlib, print_pairs, print_table, progress
 
 __all__ = ["add", "run"]
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         raise CommandError(f"--peers {', '.join(unknown)}: those known are {', '.join(PEERS)}")
     _need_gpu()
     if options.plot:
-        _need_matplotlib()
+        need_matplotlib()
     about: dict[str, Any] = header(kernel_root())
     roofs, source = roofs_here(measure=options.roofs == "measured")
     about["roofs"] = {"from": source, **roofs.as_dict()}
@@ -98,10 +98,3 @@ def _need_gpu() -> None:
         ) from error
     if not cupy.is_available():
         raise CommandError("bench needs a GPU, and CuPy finds none; see `cupyflash info`")
-
-
-def _need_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise CommandError("--plot needs matplotlib: pip install 'cupyflash[cli]'") from error

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,8 @@ from cupyflash.fa_version import current_capability
 from cupyflash.runtime.cupy_import import load_cupy
 from cupyflash.testing import DTYPES, Case, expect_merge, write_oracle
 
-from .terminal import CommandError, progress
+from .margin import margin, plot_margins
+from .terminal import CommandError, need_matplotlib, print_table, progress
 
 __all__ = ["add", "checks", "run"]
 
@@ -39,28 +42,50 @@ def add(commands: Any) -> None:
         "--on", choices=("auto", "gpu", "numpy"), default="auto", help="auto = the GPU if any"
     )
     parser.add_argument("--quick", action="store_true", help="a fifth of the cases")
+    parser.add_argument("--json", type=Path, help="write the error of every attention case here")
+    parser.add_argument("--plot", type=Path, help="draw the errors here (.png, .svg, .pdf)")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run every check; 1 if one fails."""
     xp = _module(options.on)
+    if options.plot:
+        need_matplotlib()
     listed = list(checks(xp))[:: 5 if options.quick else 1]
-    failures, start = [], time.monotonic()
+    failures, margins, start = [], [], time.monotonic()
     for name, check in progress(listed, len(listed), "check"):
         try:
-            check()
+            found = check()
         except Exception as error:  # the next ones may say more of what is wrong
             failures.append(f"{name}: {type(error).__name__}: {error}")
+        else:
+            margins += [] if found is None else [found]
     for failure in failures[:5]:
         print(failure, file=sys.stderr)
     where = "NumPy arrays" if xp is np else "the GPU"
     seconds = time.monotonic() - start
+    print_table(("attention", "cases", "error / bound: mean", "largest"), _summary(margins))
     print(
         f"{len(listed) - len(failures)} of {len(listed)} checks passed on {where} in "
         f"{seconds:.0f} s"
     )
+    if options.json:
+        options.json.write_text(json.dumps(margins, indent=1))
+    if options.plot:
+        plot_margins(options.plot, f"cupyflash {cupyflash.__version__} on {where}", margins)
     return 1 if failures else 0
+
+
+def _summary(margins: list[dict[str, Any]]) -> list[list[str]]:
+    """One row for each pair of types."""
+    shares: dict[str, list[float]] = {}
+    for found in margins:
+        shares.setdefault(found["types"], []).append(found["share"])
+    return [
+        [types, str(len(values)), f"{sum(values) / len(values):.2f}", f"{max(values):.2f}"]
+        for types, values in shares.items()
+    ]
 
 
 def _module(on: str) -> Any:
@@ -70,7 +95,7 @@ def _module(on: str) -> Any:
     return np if on == "numpy" or capability is None else load_cupy()
 
 
-def checks(xp: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+def checks(xp: Any) -> Iterator[tuple[str, Callable[[], dict[str, Any] | None]]]:
     """Name and test of everything that is checked, on the arrays of a module.
 
     Parameters
@@ -81,7 +106,8 @@ def checks(xp: Any) -> Iterator[tuple[str, Callable[[], None]]]:
     Yields
     ------
     (str, callable)
-        The callable raises where a result is outside of its bound.
+        The callable raises where a result is outside of its bound; for attention it returns what
+        `margin.margin` does.
     """
     for case in _cases(numpy=xp is np):
         yield str(case), partial(_check_attention, xp, case)
@@ -118,8 +144,8 @@ def _cases(numpy: bool) -> Iterator[Case]:
                     )
 
 
-def _check_attention(xp: Any, case: Case) -> None:
-    case.make(xp).check(cupyflash.flash_attn_varlen_func)
+def _check_attention(xp: Any, case: Case) -> dict[str, Any]:
+    return margin(case, xp, cupyflash.flash_attn_varlen_func)
 
 
 def _check_merge(xp: Any, kind: str) -> None:

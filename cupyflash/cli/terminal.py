@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-__all__ = ["CommandError", "print_pairs", "print_table", "progress"]
+__all__ = ["CommandError", "need_matplotlib", "print_pairs", "print_table", "progress"]
 
 T = TypeVar("T")
 
@@ -56,6 +56,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 def _number(text: str) -> bool:
     return text.strip("-+.%x0123456789") == "" or text == "-"
+
+
+def need_matplotlib() -> None:
+    """Refuse to go on where nothing could be drawn."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise CommandError("--plot needs matplotlib: pip install 'cupyflash[cli]'") from error
 
 
 def print_pairs(pairs: Iterable[tuple[str, str]]) -> None:
