@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from .attention_plan import attention_variants
+from .decode_tile import decode_variants
 from .merge_plan import merge_variants
+from .prefill_plan import prefill_variants
 from .variant import Variant
 from .write_plan import write_variants
 
@@ -16,6 +18,8 @@ FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (
     merge_variants,
     write_variants,
     attention_variants,
+    decode_variants,
+    prefill_variants,
 )
 
 

@@ -1,0 +1,159 @@
+"""Launching the Hopper prefill kernel; arguments are validated already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .arrays import AttentionArrays
+from .attention_args import arrays_of, pack_attention, results
+from .call import Call
+from .device import Device
+from .launch import launch
+from .layout import Layout
+from .params import KernelArgs
+from .prefill_plan import PREFILL_PARAMS, TILE_ROWS, PrefillPlan
+from .workspace import COUNTERS, scratch_of
+
+__all__ = ["attend_prefill", "prefill_layout_refusal"]
+
+_UINT16 = 1  # CUtensorMapDataType
+_SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B, _ZERO_FILL = 3, 2, 3, 0
+_LARGEST_STRIDE = 1 << 40
+_WIDE = 16
+
+Map = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # shape, strides, box
+
+
+def prefill_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
+    """Why TMA cannot read or the kernel cannot write the arrays of a call; empty where both can.
+
+    Parameters
+    ----------
+    layout : Layout
+    starts : tuple of int
+        Addresses of q, k, v and out (0 for a new one).
+    """
+    arrays = AttentionArrays(*layout.specs)
+    named = (("q", arrays.q), ("k", arrays.k), ("v", arrays.v), ("out", arrays.out))
+    for (name, spec), start in zip(named, starts, strict=True):
+        if spec is None:
+            continue
+        shape, _, strides = spec
+        if 0 in shape:
+            return f"{name} is empty"
+        steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
+        if start % _WIDE or any(s % _WIDE for s in steps):
+            return f"{name}: rows do not start at multiples of {_WIDE} bytes"
+        if any(not 0 < s < _LARGEST_STRIDE for s in steps):
+            return f"{name}: strides {strides} are not between 0 and 2^40"
+    return ""
+
+
+def _query_map(spec: Any, pack: int) -> Map:
+    """Of [tokens, heads, dim]: (element, head, token); a box is 128 bytes of a tile's rows."""
+    (tokens, heads, dim), _, strides = spec
+    return (
+        (dim, heads, tokens),
+        (_step(heads, strides[1]), _step(tokens, strides[0])),
+        (64, pack, TILE_ROWS // pack),
+    )
+
+
+def _key_map(spec: Any, box_keys: int) -> Map:
+    """Of [blocks, slots, heads, dim] or [tokens, heads, dim]: (element, slot, head, block)."""
+    shape, _, strides = spec
+    if len(shape) == 3:
+        shape, strides = (1, *shape), (_WIDE, *strides)
+    blocks, slots, heads, dim = shape
+    return (
+        (dim, slots, heads, blocks),
+        (_step(slots, strides[1]), _step(heads, strides[2]), _step(blocks, strides[0])),
+        (64, box_keys, 1, 1),
+    )
+
+
+def _step(count: int, stride: int) -> int:
+    """The stride of a dimension; any that the driver takes where there is one element."""
+    return _WIDE if count == 1 else stride
+
+
+def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int, int]:
+    """The tensor maps of q, k and v; their L2 promotion; a page past the last one."""
+    arrays = AttentionArrays(*layout.specs)
+    maps = (
+        _query_map(arrays.q, plan.pack),
+        _key_map(arrays.k, plan.box_keys),
+        _key_map(arrays.v, plan.box_keys),
+    )
+    paged = layout.problem.page_size is not None
+    return maps, _PROMOTE_128B if paged else _PROMOTE_256B, arrays.k[0][0] if paged else 1
+
+
+def attend_prefill(
+    call: Call,
+    plan: PrefillPlan,
+    device: Device,
+    workspace: Any,
+    stream: int,
+    most_skipped: int = 0,
+) -> tuple[Any, Any]:
+    """Queue attention of every request.
+
+    Parameters
+    ----------
+    call : Call
+        Neither ``prefill_refusal`` nor ``prefill_layout_refusal`` has anything against it.
+    plan : PrefillPlan
+    device : Device
+    workspace : array [nbytes], uint8, optional
+        Scratch of at least ``plan.attend.workspace_bytes``; the device's own if None.
+    stream : int
+    most_skipped : int
+        Requests of at most so many rows (queries times heads of a group) are left as they are.
+
+    Returns
+    -------
+    out : array [total_q, num_heads_q, head_dim_v]
+    lse : array [num_heads_q, total_q], float32, or None
+
+    Raises
+    ------
+    CaptureError, CompileError
+        As `compile.load_kernel`; or memory would be allocated during a capture.
+    """
+    found = results(call, device, stream)
+    with scratch_of(device, stream) as scratch:
+        own = scratch.reserve(plan.attend.workspace_bytes if workspace is None else 1)
+        block = own if workspace is None else workspace
+        _queue(call, plan, device, found, block, scratch.counters, stream, most_skipped)
+    return found
+
+
+def _queue(
+    call: Call,
+    plan: PrefillPlan,
+    device: Device,
+    found: tuple[Any, Any],
+    block: Any,
+    counters: Any,
+    stream: int,
+    most_skipped: int,
+) -> None:
+    layout, arrays = call.layout, call.arrays
+    placed = layout.kept.get(plan) or layout.keep(plan, lambda: _placement(layout, plan))
+    maps, promotion, outside = placed
+    partial = block if plan.combine is not None else None
+    packed = pack_attention(call, device, *found, partial, plan.tiling)
+    counter = device.pointer(counters) + 4 * (COUNTERS - 1)
+    links = device.pointer(block) + plan.partial_bytes
+    own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, most_skipped)
+    encoded = tuple(
+        device.encode_tensor_map(
+            array, _UINT16, device.pointer(array), *shape, _SWIZZLE_128B, promotion, _ZERO_FILL
+        )
+        for array, shape in zip((arrays.q, arrays.k, arrays.v), maps, strict=True)
+    )
+    used = arrays_of(call, *found, block, counters)
+    launch(device, plan.attend, KernelArgs((packed, own, *encoded), used), stream)
+    if plan.combine is not None:
+        launch(device, plan.combine, KernelArgs((packed,), used), stream)

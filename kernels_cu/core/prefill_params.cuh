@@ -1,0 +1,19 @@
+// What attention_fwd_sm90 is passed besides AttentionParams, by value.
+#pragma once
+
+#include "numeric.cuh"
+
+struct PrefillParams {
+  u32 *counter;      // tiles claimed; 0 between launches
+  i32 *links;        // [items] of the lists of tiles that run again
+  i32 items;         // (tile, split) pairs, at most
+  i32 splits;        // of a tile, at most
+  i32 pack_shift;    // log2 of the query heads in the rows of a tile
+  i32 head_groups;   // query heads over those of a tile
+  i32 blocks;        // tiles of every request and head group; 0: by its length
+  i32 together;      // (request, head group) pairs that are walked together, if `blocks`
+  i32 l2_keys;       // keys whose K and V of one head fill a share of the L2
+  i32 box_keys;      // keys of a TMA box
+  i32 outside_page;  // a page past the last one: its boxes read as 0
+  i32 most_skipped;  // requests of at most so many rows are left to another kernel
+};
