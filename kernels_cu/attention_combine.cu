@@ -6,13 +6,13 @@
 #include "core/state.cuh"
 #include "block/epilogue.cuh"
 #include "block/segment.cuh"
-#include "block/tile.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 
 namespace {
 
 constexpr u32 kAll = 0xffffffffu;
+constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMostParts = 128;  // the host splits no further
 constexpr int kRounds = kMostParts / 32;

@@ -8,7 +8,7 @@
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 
-extern "C" __global__ void __launch_bounds__(kThreads, AttentionVariant::kBlocks) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(AttentionVariant::kThreads, AttentionVariant::kBlocks) KERNEL_NAME(
     const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) char smem[];
   using Kernel = Forward<AttentionVariant>;

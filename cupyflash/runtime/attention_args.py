@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .arrays import AttentionArrays
-from .attention_plan import ATTENTION_PARAMS
+from .attention_params import ATTENTION_PARAMS
 from .call import Call
 from .device import Device
 from .dtypes import FP32, scalar_type

@@ -7,6 +7,10 @@ __device__ __forceinline__ u32 shared_address(const void *pointer) {
   return static_cast<u32>(__cvta_generic_to_shared(pointer));
 }
 
+__device__ __forceinline__ void cp_async16(u32 to, const char *from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 // 16 bytes, of which the first `bytes` are read and the rest is zero.
 __device__ __forceinline__ void cp_async16(u32 to, const char *from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)

@@ -41,11 +41,12 @@ __device__ __forceinline__ void store_lse(const AttentionParams &p, i64 token, i
   }
 }
 
-// Row `row` of an segment, columns first_column + 8n + {0, 1} of this lane.
-template <int kTiles>
+// Row `row` of a segment; pair n are columns first_column + column_of(n) + {0, 1} of this lane.
+template <int kPairs, class ColumnOf>
 __device__ __forceinline__ void store_row(const AttentionParams &p, const Segment &s, int kv_head,
                                           int row, RowResult result, int first_column,
-                                          bool with_lse, const float (&value)[kTiles][2]) {
+                                          bool with_lse, const float (&value)[kPairs][2],
+                                          ColumnOf column_of) {
   const int in_request = row / p.group, head = kv_head * p.group + row - in_request * p.group;
   const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
   if (s.slot >= 0) {
@@ -53,8 +54,8 @@ __device__ __forceinline__ void store_row(const AttentionParams &p, const Segmen
     if (with_lse) p.partial_lse[at] = result.lse;
     float *to = p.partial_out + at * p.head_dim_v;
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const int column = first_column + n * 8;
+    for (int n = 0; n < kPairs; ++n) {
+      const int column = first_column + column_of(n);
       if (column < p.head_dim_v) {
         *reinterpret_cast<float2 *>(to + column) =
             make_float2(value[n][0] * result.norm, value[n][1] * result.norm);
@@ -74,8 +75,8 @@ __device__ __forceinline__ void store_row(const AttentionParams &p, const Segmen
   if (with_lse) store_lse(p, token, head, lse);
   char *to = p.out + token * p.out_token_stride + head * p.out_head_stride;
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) {
-    const int column = first_column + n * 8;
+  for (int n = 0; n < kPairs; ++n) {
+    const int column = first_column + column_of(n);
     if (column < p.head_dim_v) {
       store_pair(p, to + column * 2, value[n][0] * result.norm * weight,
                  value[n][1] * result.norm * weight);

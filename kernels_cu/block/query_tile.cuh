@@ -53,10 +53,27 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __uint_as_float(static_cast<u32>(exponent + 127) << 23);
 }
 
+// Stores eight elements of a row. Where keys are 8-bit, the 16 dims of a step are in the order that
+// fragments of such keys have them in: 0 1 4 5 8 9 12 13, then 2 3 6 7 10 11 14 15.
+template <bool kNarrow, int kDim>
+__device__ __forceinline__ void store_query_chunk(char *tile, int row, int chunk,
+                                                  const u32 (&word)[4]) {
+  if constexpr (kNarrow) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      char *to = tile + tile_offset<kDim / 8>(row, (chunk & ~1) + half) + chunk % 2 * 8;
+      *reinterpret_cast<uint2 *>(to) = make_uint2(word[half], word[half + 2]);
+    }
+  } else {
+    *reinterpret_cast<uint4 *>(tile + tile_offset<kDim / 8>(row, chunk)) =
+        make_uint4(word[0], word[1], word[2], word[3]);
+  }
+}
+
 // Fills kRows x kDim. bf16 rows that are computed with in fp16 are narrowed by a power of two a
-// row, which `info` [kRows] says. `negate` is for a negative
-// scale: softmax then works with its absolute value, so that the largest score stays the largest.
-template <ScalarType kCompute, bool kNarrow, int kDim, int kRows>
+// row, which `info` [kRows] says. `negate` is for a negative scale: softmax then works with its
+// absolute value, so that the largest score stays the largest.
+template <ScalarType kCompute, bool kNarrow, int kDim, int kRows, int kThreads>
 __device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_head, bool negate,
                              char *tile, RowInfo *info) {
   constexpr int kChunks = kDim / 8;
@@ -101,8 +118,7 @@ __device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_
       for (int i = 0; i < 4; ++i) {
         word[i] = pack_pair<kCompute>(value[2 * i], value[2 * i + 1]) ^ (negate ? 0x80008000u : 0u);
       }
-      *reinterpret_cast<uint4 *>(tile + tile_offset<kDim>(row, chunk)) =
-          make_uint4(word[0], word[1], word[2], word[3]);
+      store_query_chunk<kNarrow, kDim>(tile, row, chunk, word);
     }
   }
 }

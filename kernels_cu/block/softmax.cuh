@@ -28,18 +28,13 @@ struct Rows {
   }
 };
 
+// Weights are exp2(score - shift). Softmax is the same for any shift, so a row keeps that of its first
+// keys, their largest score, until its weights outgrow it: most tiles look for no maximum.
 template <int kRowTiles>
 struct Softmax {
-  float top[kRowTiles][2];  // largest score yet, unscaled
-  float sum[kRowTiles][2];  // of this lane's columns
-
-  __device__ __forceinline__ void clear() {
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) top[i][h] = -infinity(), sum[i][h] = 0.f;
-    }
-  }
+  float shift[kRowTiles][2];  // finite
+  float sum[kRowTiles][2];    // of this lane's columns
+  u32 fresh;                  // bit 2i + h: no key yet
 };
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -80,32 +75,6 @@ __device__ __forceinline__ float tanh_fast(float x) {
   return fabsf(x) < 0.15f ? series : copysignf(far, x);
 }
 
-// Scale, soft cap, ALiBi, in this order; the result is to base 2.
-template <bool kCap, bool kNarrow, int kRowTiles, int kTiles>
-__device__ __forceinline__ void modify_scores(const AttentionParams &p, const Rows<kNarrow> &rows,
-                                              int first_column,
-                                              float (&score)[kRowTiles][kTiles][4]) {
-#pragma unroll
-  for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float scale = kCap ? rows.scale(i, h) / p.softcap : rows.scale(i, h);
-      const float slope = rows.at(i, h).slope;
-      const int position = rows.at(i, h).position - first_column;
-#pragma unroll
-      for (int n = 0; n < kTiles; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float x = score[i][n][2 * h + e] * scale;
-          if constexpr (kCap) x = p.softcap * tanh_fast(x);
-          x -= slope * fabsf(static_cast<float>(position - (n * 8 + e)));
-          score[i][n][2 * h + e] = x * kLog2e;
-        }
-      }
-    }
-  }
-}
-
 template <bool kNarrow, int kRowTiles, int kTiles>
 __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows<kNarrow> &rows,
                                             int kv_end, int first_column,
@@ -130,41 +99,85 @@ __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows
   }
 }
 
-// Scores become weights; `rescale` is what earlier sums are to be multiplied by. Returns whether
-// that is 1 for every row of this lane.
+// Gives rows that need one a new shift, the largest score yet: those without, and those of which a
+// lane has seen too large a weight (bits of `outgrown`). What depends on a row alone decides, so its
+// bits do not depend on the rows beside it. `rescale` is what earlier sums are to be multiplied by.
 template <bool kScaled, bool kNarrow, int kRowTiles, int kTiles, class Exp2>
-__device__ __forceinline__ bool fold_scores(const Rows<kNarrow> &rows,
-                                            float (&score)[kRowTiles][kTiles][4],
-                                            Softmax<kRowTiles> &state,
-                                            float (&rescale)[kRowTiles][2], Exp2 exp2) {
-  bool same = true;
+__device__ __forceinline__ void shift_rows(const Rows<kNarrow> &rows,
+                                           const float (&score)[kRowTiles][kTiles][4],
+                                           Softmax<kRowTiles> &state, u32 outgrown,
+                                           float (&rescale)[kRowTiles][2], Exp2 exp2) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = state.top[i][h];
+      const u32 lanes = __ballot_sync(0xffffffffu, outgrown >> (2 * i + h) & 1);
+      const bool fresh = state.fresh >> (2 * i + h) & 1;
+      const bool moves = fresh || (lanes >> (threadIdx.x & 28) & 15) != 0;
+      float top = -infinity();
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
         top = fmaxf(top, fmaxf(score[i][n][2 * h], score[i][n][2 * h + 1]));
       }
-      top = quad_max(top);
+      top = quad_max(top) * (kScaled ? 1.f : rows.scale(i, h));
+      rescale[i][h] = 1.f;
+      if (moves && top != -infinity()) {
+        const float after = fresh ? top : fmaxf(state.shift[i][h], top);
+        if (!fresh) rescale[i][h] = exp2(state.shift[i][h] - after);
+        state.shift[i][h] = after;
+        state.sum[i][h] *= rescale[i][h];
+        state.fresh &= ~(1u << (2 * i + h));
+      }
+    }
+  }
+}
+
+// The largest weight of a row that its products and sums hold with room to spare.
+template <ScalarType kCompute>
+constexpr float kLargestWeight = kCompute == kFp16 ? 32768.f : 1152921504606846976.f;  // 2^15, 2^60
+
+// Scores become weights, and count. Returns false, and counts nothing, if some row needs a new shift
+// first; unless `shifted`, when they had it. `outgrown` says which, by this lane's columns.
+template <ScalarType kCompute, bool kScaled, bool kNarrow, int kRowTiles, int kTiles, class Exp2>
+__device__ __forceinline__ bool fold_scores(const Rows<kNarrow> &rows,
+                                            float (&score)[kRowTiles][kTiles][4],
+                                            Softmax<kRowTiles> &state, bool shifted, u32 &outgrown,
+                                            Exp2 exp2) {
+  float sum[kRowTiles][2];
+  bool right = state.fresh == 0;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
       const float scale = kScaled ? 1.f : rows.scale(i, h);
-      // Rounded products, not fused ones: an unchanged top must give a rescale of exactly 1.
-      const float shift = top == -infinity() ? 0.f : __fmul_rn(top, scale);
-      rescale[i][h] = exp2(__fmul_rn(state.top[i][h], scale) - shift);
-      same &= top == state.top[i][h];
-      state.top[i][h] = top;
-      float sum = state.sum[i][h] * rescale[i][h];
+      float part = 0.f;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
         for (int e = 2 * h; e < 2 * h + 2; ++e) {
-          score[i][n][e] = exp2(fmaf(score[i][n][e], scale, -shift));
-          sum += score[i][n][e];
+          score[i][n][e] = exp2(fmaf(score[i][n][e], scale, -state.shift[i][h]));
+          part += score[i][n][e];
         }
       }
-      state.sum[i][h] = sum;
+      sum[i][h] = part;
+      right &= part <= kLargestWeight<kCompute>;  // not for NaN
     }
   }
-  return same;
+  if (!shifted && !__all_sync(0xffffffffu, right)) {
+    outgrown = 0;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        outgrown |= (sum[i][h] <= kLargestWeight<kCompute> ? 0u : 1u) << (2 * i + h);
+      }
+    }
+    return false;
+  }
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) state.sum[i][h] += sum[i][h];
+  }
+  return true;
 }

@@ -1,16 +1,23 @@
-// Tiles of 16-bit elements in shared memory: rows of kDim, in chunks of 8 elements (16 bytes).
+// Tiles in shared memory: rows of kChunks chunks of 16 bytes.
 #pragma once
 
 #include "core/numeric.cuh"
 
-constexpr int kThreads = 128;
-
 // Where a chunk lies. Its index is permuted within the row, so that the same chunk of eight
 // successive rows falls into eight different groups of banks.
-template <int kDim>
-__device__ __forceinline__ u32 tile_offset(int row, int chunk) {
-  constexpr int kChunks = kDim / 8;
-  static_assert(kChunks % 4 == 0, "the permutation acts on 4 or 8 chunks");
-  const int flip = kChunks % 8 == 0 ? row & 7 : (row >> 1) & 3;
-  return static_cast<u32>(row * kChunks + (chunk ^ flip)) * 16;
+template <int kChunks>
+__device__ __forceinline__ u32 tile_offset(u32 row, u32 chunk) {
+  static_assert(kChunks % 2 == 0, "the permutation acts on 2, 4 or 8 chunks");
+  const u32 flip = kChunks % 8 == 0   ? row & 7
+                   : kChunks % 4 == 0 ? row >> 1 & 3
+                                      : row >> 2 & 1;
+  return (row * kChunks + (chunk ^ flip)) * 16;
+}
+
+// Chunk 2 * pair + h of a row of a tile, from the address of its chunk h: one operation or none
+// where `pair` is known to the compiler. Tiles lie at multiples of 128 bytes.
+template <int kChunks>
+__device__ __forceinline__ u32 tile_pair(u32 first, int pair) {
+  constexpr int kMixed = kChunks % 8 == 0 ? 4 : kChunks % 4 == 0 ? 2 : 1;  // pairs
+  return (first ^ (pair % kMixed * 32)) + pair / kMixed * kMixed * 32;
 }

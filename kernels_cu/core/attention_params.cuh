@@ -47,7 +47,7 @@ struct AttentionParams {
   i32 q_type;            // ScalarType
   i32 out_type;
   i32 sink_type;
-  i32 q_vectorised;  // pointer and strides allow loads of 8 elements
+  i32 q_vectorised;  // pointer and strides allow loads of 8 elements; of 16 bytes for k and v
   i32 k_vectorised;
   i32 v_vectorised;
   i32 out_vectorised;   // stores of 2 elements

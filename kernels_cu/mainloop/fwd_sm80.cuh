@@ -1,200 +1,114 @@
-// Attention of one segment on mma.sync: 4 warps, key tiles by cp.async in two stages.
+// Attention of one segment on mma.sync, key tiles by cp.async.
 //
 // Warps either take rows of their own (kKeyWarps 1), or share 16 rows and split the keys of every
 // tile (kKeyWarps 4, for decoding), and merge at the end.
 #pragma once
 
-#include "arch/mma_sm80.cuh"
 #include "block/epilogue.cuh"
-#include "block/page_table.cuh"
 #include "block/query_tile.cuh"
-#include "block/softmax.cuh"
-#include "block/tile.cuh"
+#include "block/score_mod.cuh"
+#include "mainloop/key_copy_sm80.cuh"
 
 template <class V>
 struct Forward {
   static constexpr int kD = V::kHeadDim, kDv = V::kHeadDimV, kKeys = V::kKeys;
+  static constexpr int kStages = V::kStages, kItem = KeyCopy<V>::kItem;
   static constexpr int kRowTiles = V::kRowTiles, kKeyWarps = V::kKeyWarps;
-  static constexpr int kRows = 16 * kRowTiles * 4 / kKeyWarps;  // of the CTA
-  static constexpr int kWarpKeys = kKeys / kKeyWarps;
-  static constexpr int kScoreTiles = kWarpKeys / 8, kOutTiles = kDv / 8;
-  static constexpr int kQueryBytes = kRows * kD * 2;
-  static constexpr int kKeyBytes = kKeys * kD * 2, kValueBytes = kKeys * kDv * 2;
-  static constexpr int kKeysAt = kQueryBytes, kValuesAt = kKeysAt + 2 * kKeyBytes;
-  static constexpr int kRowsAt = kValuesAt + 2 * kValueBytes;
-  static constexpr int kInfoAt = kRowsAt + 2 * static_cast<int>(sizeof(KeyRows<kKeys>));
+  static constexpr int kRows = kRowTiles * V::kThreads / 2 / kKeyWarps;  // of the CTA
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;  // of a tile
+  static constexpr int kStepKeys = V::kStepKeys;       // of those, at a time
+  static constexpr int kScoreTiles = kStepKeys / 8, kOutTiles = kDv / 8;
+  static constexpr int kQueryChunks = kD / 8;  // of 16 bytes
+  static constexpr int kKeyChunks = kD * kItem / 16, kValueChunks = kDv * kItem / 16;
+  static constexpr int kKeyBytes = kKeys * kD * kItem, kValueBytes = kKeys * kDv * kItem;
+  static constexpr int kKeysAt = kRows * kD * 2, kValuesAt = kKeysAt + kStages * kKeyBytes;
+  static constexpr int kListAt = kValuesAt + kStages * kValueBytes;
+  static constexpr int kInfoAt = kListAt + 2 * kKeys * static_cast<int>(sizeof(KeyRow));
   static constexpr int kBytes = kInfoAt + kRows * static_cast<int>(sizeof(RowInfo));
-  static_assert(kWarpKeys % 16 == 0, "a warp's keys are whole steps of a product");
-  static_assert(kKeyWarps == 1 || (kRowTiles == 1 && kOutTiles % kKeyWarps == 0), "");
+  static_assert(kWarpKeys % kStepKeys == 0 && kStepKeys % 16 == 0, "");
+  static_assert(kStages > 1 || kStepKeys == kWarpKeys, "");
+  static_assert(kKeyWarps == 1 || (kRowTiles == 1 && V::kThreads == 32 * kKeyWarps), "");
   static_assert(kBytes == V::kSharedBytes, "the host asks for another amount of shared memory");
 
-  // One operand of the cache: rows of one KV head.
-  struct Side {
-    const char *base;
-    int dim;
-    bool vectorised;
-  };
-
-  // A thread's share of an 8-bit tile on its way to shared memory.
-  template <int kDim>
-  struct Fetched {
-    u32 word[kKeys * kDim / 8 / kThreads][2];
-  };
-
   using Accumulator = float[kRowTiles][kOutTiles][4];
+  using Scores = float[kRowTiles][kScoreTiles][4];
 
   // Fragments of the queries, where registers allow; else they are read again for every tile.
-  static constexpr bool kHoldQueries = kD <= 64 && kRowTiles == 1;
-  // 8-bit rows wait in registers for their turn only where there are some left.
-  static constexpr bool kLate = kD > 128;
+  static constexpr bool kHold = kRowTiles * (kOutTiles * 4 + kScoreTiles * 4 + kD / 4) <= V::kHold;
   struct Queries {
-    u32 word[kHoldQueries ? kD / 16 : 1][kRowTiles][4];
+    u32 word[kHold ? kD / 16 : 1][kRowTiles][4];
   };
 
   const AttentionParams &p;
   const Segment &s;
-  const int &kv_head;
   char *const smem;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int first_row = warp / kKeyWarps * 16 * kRowTiles;  // of this warp, in the tile
-  const int first_key = warp % kKeyWarps * kWarpKeys;
+  const KeyCopy<V> copy;
+  const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const u32 first_row = warp / kKeyWarps * 16 * kRowTiles;  // of this warp, in the tile
+  const u32 first_key = warp % kKeyWarps * kWarpKeys;
+  // Where this lane's rows of fragments lie, in a tile.
+  const u32 key_at = tile_offset<kKeyChunks>(first_key + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  const u32 value_at = tile_offset<kValueChunks>(first_key + lane % 16, lane / 16);
 
   __device__ __forceinline__ Forward(const AttentionParams &p, const Segment &s, char *smem)
-      : p(p),
-        s(s),
-        kv_head(s.kv_head),
-        smem(smem) {}
+      : p(p), s(s), smem(smem), copy(p, s, reinterpret_cast<KeyRow *>(smem + kListAt)) {}
 
-  __device__ __forceinline__ Side keys() const {
-    return {p.k + kv_head * p.k_head_stride, p.head_dim, p.k_vectorised != 0};
+  __device__ __forceinline__ u32 key_tile(u32 stage) const {
+    return shared_address(smem) + kKeysAt + stage * kKeyBytes;
   }
-  __device__ __forceinline__ Side values() const {
-    return {p.v + kv_head * p.v_head_stride, p.head_dim_v, p.v_vectorised != 0};
+  __device__ __forceinline__ u32 value_tile(u32 stage) const {
+    return shared_address(smem) + kValuesAt + stage * kValueBytes;
   }
-
-  __device__ __forceinline__ KeyRows<kKeys> *key_rows(int stage) const {
-    return reinterpret_cast<KeyRows<kKeys> *>(smem + kRowsAt) + stage;
+  __device__ __forceinline__ RowInfo *row_info() const {
+    return reinterpret_cast<RowInfo *>(smem + kInfoAt);
   }
 
-  // A thread looks after one key of each tile: its block is read early, its rows written late.
-  __device__ __forceinline__ int block_of(int tile) const {
-    return threadIdx.x < kKeys ? find_block(p, s, tile * kKeys + threadIdx.x) : 0;
-  }
-
-  __device__ __forceinline__ void write_rows(int stage, int tile, int block) const {
-    if (threadIdx.x < kKeys) {
-      const KeyRow row = locate_key(p, s, tile * kKeys + threadIdx.x, block);
-      key_rows(stage)->k[threadIdx.x] = row.k;
-      key_rows(stage)->v[threadIdx.x] = row.v;
-    }
-  }
-
-  // A number hidden from the compiler where registers are scarce: it would keep the addresses of
-  // all fragments and chunks otherwise.
-  __device__ __forceinline__ static int fresh(int number) {
-    if constexpr (kD == 128 && kRowTiles == 2) asm volatile("" : "+r"(number));
-    return number;
-  }
-
-  // 16-bit rows to a tile; what lies outside of the segment or the head is zero.
-  template <int kDim>
-  __device__ __forceinline__ void copy_tile(const Side &side, const i64 *row_offset,
-                                            char *tile) const {
-    constexpr int kChunks = kDim / 8;
-    const int thread = fresh(static_cast<int>(threadIdx.x));
-#pragma unroll(kDim == 128 && kRowTiles == 2 ? 2 : 4)
-    for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-      const int index = thread + i * kThreads, row = index / kChunks, chunk = index % kChunks;
-      const i64 offset = row_offset[row];
-      const bool inside = offset != kNoRow && chunk * 8 < side.dim;
-      const char *from = side.base + (inside ? offset + chunk * 16 : 0);
-      char *to = tile + tile_offset<kDim>(row, chunk);
-      if (side.vectorised) {
-        cp_async16(shared_address(to), from, inside ? 16 : 0);
-      } else {
-        u32 word[4] = {};
-        if (inside) {
-          const u16 *element = reinterpret_cast<const u16 *>(from);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) word[j] = element[2 * j] | element[2 * j + 1] << 16;
-        }
-        store_shared16(shared_address(to), word);
-      }
-    }
-    cp_async_commit();
-  }
-
-  template <int kDim>
-  __device__ __forceinline__ void fetch_tile(const Side &side, const i64 *row_offset,
-                                             Fetched<kDim> &fetched) const {
-    constexpr int kChunks = kDim / 8;
-#pragma unroll
-    for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-      const int index = threadIdx.x + i * kThreads, row = index / kChunks, chunk = index % kChunks;
-      const i64 offset = row_offset[row];
-      u32 low = 0, high = 0;
-      if (offset != kNoRow && chunk * 8 < side.dim) {
-        const char *from = side.base + offset + chunk * 8;
-        if (side.vectorised) {
-          const uint2 both = *reinterpret_cast<const uint2 *>(from);
-          low = both.x, high = both.y;
-        } else {
-          const u8 *byte = reinterpret_cast<const u8 *>(from);
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            low |= static_cast<u32>(byte[j]) << 8 * j;
-            high |= static_cast<u32>(byte[4 + j]) << 8 * j;
-          }
-        }
-      }
-      fetched.word[i][0] = low, fetched.word[i][1] = high;
-    }
-  }
-
-  template <int kDim>
-  __device__ __forceinline__ void widen_tile(const Fetched<kDim> &fetched, char *tile) const {
-    constexpr int kChunks = kDim / 8;
-#pragma unroll
-    for (int i = 0; i < kKeys * kChunks / kThreads; ++i) {
-      const int index = threadIdx.x + i * kThreads, row = index / kChunks, chunk = index % kChunks;
-      u32 word[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        word[j] = fp8_to_fp16<V::kCache>(fetched.word[i][j / 2] >> 16 * (j % 2) & 0xffffu);
-      }
-      store_shared16(shared_address(tile + tile_offset<kDim>(row, chunk)), word);
-    }
-  }
-
-  __device__ __forceinline__ char *key_tile(int stage) const {
-    return smem + kKeysAt + stage * kKeyBytes;
-  }
-  __device__ __forceinline__ char *value_tile(int stage) const {
-    return smem + kValuesAt + stage * kValueBytes;
-  }
-
-  __device__ __forceinline__ void load_query(int step, int lane, u32 (&a)[kRowTiles][4]) const {
+  __device__ __forceinline__ void load_query(int step, u32 (&a)[kRowTiles][4]) const {
+    const u32 at =
+        shared_address(smem) + tile_offset<kQueryChunks>(first_row + lane % 16, lane / 16);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
-      const int row = first_row + i * 16 + lane % 16;
-      ldmatrix4(a[i], shared_address(smem) + tile_offset<kD>(row, step * 2 + lane / 16));
+      ldmatrix4(a[i], tile_pair<kQueryChunks>(at, step) + i * 16 * kQueryChunks * 16);
     }
   }
 
   __device__ __forceinline__ Queries hold_queries() const {
     Queries queries = {};
-    if constexpr (kHoldQueries) {
+    if constexpr (kHold) {
 #pragma unroll
-      for (int step = 0; step < kD / 16; ++step) load_query(step, lane, queries.word[step]);
+      for (int step = 0; step < kD / 16; ++step) load_query(step, queries.word[step]);
     }
     return queries;
   }
 
+  __device__ __forceinline__ void query(const Queries &queries, int step,
+                                        u32 (&a)[kRowTiles][4]) const {
+    if constexpr (kHold) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) a[i][e] = queries.word[step][i][e];
+      }
+    } else {
+      load_query(step, a);
+    }
+  }
+
+  // out += a * b for 16 columns of all row tiles, which are column tiles 2n and 2n + 1.
+  template <int kTiles>
+  __device__ __forceinline__ static void multiply(float (&out)[kRowTiles][kTiles][4], int n,
+                                                  const u32 (&a)[kRowTiles][4], u32 even0,
+                                                  u32 even1, u32 odd0, u32 odd1) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      mma_16x8x16<V::kCompute>(out[i][2 * n], a[i], even0, even1);
+      mma_16x8x16<V::kCompute>(out[i][2 * n + 1], a[i], odd0, odd1);
+    }
+  }
+
   // scores = queries * keys^T
-  __device__ __forceinline__ void score(int stage, const Queries &queries,
-                                        float (&out)[kRowTiles][kScoreTiles][4]) const {
-    const int lane = fresh(threadIdx.x % 32);
-    const u32 k = shared_address(key_tile(stage));
+  __device__ __forceinline__ void score(u32 keys, const Queries &queries, Scores &out) const {
+    const u32 at = keys + key_at;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -203,40 +117,40 @@ struct Forward {
         for (int e = 0; e < 4; ++e) out[i][n][e] = 0.f;
       }
     }
+    // One ldmatrix brings 16 keys, and 16 bits of 16 dims or 8 bits of 32.
 #pragma unroll
-    for (int step = 0; step < kD / 16; ++step) {
-      u32 a[kRowTiles][4];
-      if constexpr (kHoldQueries) {
+    for (int pair = 0; pair < kKeyChunks / 2; ++pair) {
+      u32 a[2 / kItem][kRowTiles][4];
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) a[i][e] = queries.word[step][i][e];
-        }
-      } else {
-        load_query(step, lane, a);
-      }
+      for (int i = 0; i < 2 / kItem; ++i) query(queries, pair * (2 / kItem) + i, a[i]);
 #pragma unroll
       for (int n = 0; n < kScoreTiles / 2; ++n) {
         u32 b[4];
-        const int row = first_key + n * 16 + lane % 8 + lane / 16 * 8;
-        ldmatrix4(b, k + tile_offset<kD>(row, step * 2 + lane / 8 % 2));
+        ldmatrix4(b, tile_pair<kKeyChunks>(at, pair) + n * 16 * kKeyChunks * 16);
+        if constexpr (V::kWiden) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          mma_16x8x16<V::kCompute>(out[i][2 * n], a[i], b[0], b[1]);
-          mma_16x8x16<V::kCompute>(out[i][2 * n + 1], a[i], b[2], b[3]);
+          for (int i = 0; i < 2; ++i) {
+            multiply(out, n, a[i], widen(b[i]), widen(b[i] >> 16), widen(b[i + 2]),
+                     widen(b[i + 2] >> 16));
+          }
+        } else {
+          multiply(out, n, a[0], b[0], b[1], b[2], b[3]);
         }
       }
     }
   }
 
-  // acc += weights * values; fragments of scores are those of a left operand.
-  __device__ __forceinline__ void accumulate(int stage,
-                                             const float (&weight)[kRowTiles][kScoreTiles][4],
+  __device__ __forceinline__ static u32 widen(u32 pair) {
+    return fp8_to_fp16<V::kCache>(pair & 0xffffu);
+  }
+
+  // acc += weights * values; fragments of scores are those of a left operand. Of 8-bit values a lane
+  // gets two neighbours of two keys: column tile 2n has the even columns of 16, 2n + 1 the odd ones.
+  __device__ __forceinline__ void accumulate(u32 values, const Scores &weight,
                                              Accumulator &acc) const {
-    const int lane = fresh(threadIdx.x % 32);
-    const u32 v = shared_address(value_tile(stage));
+    const u32 at = values + value_at;
 #pragma unroll
-    for (int step = 0; step < kWarpKeys / 16; ++step) {
+    for (int step = 0; step < kStepKeys / 16; ++step) {
       u32 a[kRowTiles][4];
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
@@ -247,180 +161,255 @@ struct Forward {
         }
       }
 #pragma unroll
-      for (int n = 0; n < kOutTiles / 2; ++n) {
+      for (int n = 0; n < kValueChunks / 2; ++n) {
         u32 b[4];
-        const int row = first_key + step * 16 + lane % 16;
-        ldmatrix4_trans(b, v + tile_offset<kDv>(row, n * 2 + lane / 16));
+        ldmatrix4_trans(b, tile_pair<kValueChunks>(at, n) + step * 16 * kValueChunks * 16);
+        if constexpr (V::kWiden) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          mma_16x8x16<V::kCompute>(acc[i][2 * n], a[i], b[0], b[1]);
-          mma_16x8x16<V::kCompute>(acc[i][2 * n + 1], a[i], b[2], b[3]);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ RowInfo *row_info() const {
-    return reinterpret_cast<RowInfo *>(smem + kInfoAt);
-  }
-
-  // Whether some row sees only a part of a tile.
-  __device__ __forceinline__ bool is_edge(int first_column) const {
-    return first_column < s.free_begin || first_column + kKeys > s.free_end;
-  }
-
-  __device__ __forceinline__ void run() {
-    Accumulator acc = {};
-    Softmax<kRowTiles> state;
-    state.clear();
-    const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4, s.scale};
-    const int begin = s.kv_begin / kKeys;
-    if (s.kv_begin < s.kv_end) {
-      const int first_block = block_of(begin), second_block = block_of(begin + 1);
-      write_rows(0, begin, first_block);
-      write_rows(1, begin + 1, second_block);
-      __syncthreads();
-      load_first();
-      load_queries<V::kCompute, V::kWiden, kD, kRows>(
-          p, s, kv_head, s.negate, smem, row_info());
-      cp_async_wait<0>();
-      __syncthreads();
-      const Queries queries = hold_queries();
-      const bool idle = s.row_begin + first_row >= s.row_end;
-      int stage = 0;
-      for (int tile = begin; tile * kKeys < s.kv_end; ++tile) {
-        step(tile, stage, (tile + 1) * kKeys < s.kv_end, idle, queries, rows, state, acc);
-        stage ^= 1;
-      }
-    }
-    finish(rows, state, acc);
-  }
-
-  __device__ __forceinline__ void load_first() const {
-    if constexpr (V::kWiden) {
-      Fetched<kD> k;
-      Fetched<kDv> v;
-      fetch_tile(keys(), key_rows(0)->k, k);
-      fetch_tile(values(), key_rows(0)->v, v);
-      widen_tile(k, key_tile(0));
-      widen_tile(v, value_tile(0));
-    } else {
-      copy_tile<kD>(keys(), key_rows(0)->k, key_tile(0));
-      copy_tile<kDv>(values(), key_rows(0)->v, value_tile(0));
-    }
-  }
-
-  // One key tile, in stage `stage`; the next one is on its way to the other stage meanwhile, whose
-  // last reader passed the barrier at the end of the step before.
-  __device__ __forceinline__ void step(int tile, int stage, bool more, bool idle,
-                                       const Queries &queries, const Rows<V::kWiden> &rows,
-                                       Softmax<kRowTiles> &state, Accumulator &acc) const {
-    const int next = stage ^ 1;
-    Fetched<V::kWiden ? kD : 64> next_keys;
-    Fetched<V::kWiden ? kDv : 64> next_values;
-    if (more) {
-      if constexpr (V::kWiden) {
-        if constexpr (!kLate) fetch_tile(keys(), key_rows(next)->k, next_keys);
-      } else {
-        copy_tile<kD>(keys(), key_rows(next)->k, key_tile(next));
-        copy_tile<kDv>(values(), key_rows(next)->v, value_tile(next));
-      }
-    }
-    const int later_block = block_of(tile + 2);
-    float scores[kRowTiles][kScoreTiles][4];
-    if (!idle) score(stage, queries, scores);
-    if constexpr (V::kWiden && !kLate) {
-      if (more) {
-        widen_tile(next_keys, key_tile(next));
-        fetch_tile(values(), key_rows(next)->v, next_values);
-      }
-    }
-    if (!idle) {
-      const int column = tile * kKeys + first_key + lane % 4 * 2;
-      if constexpr (V::kScoreMod) {
-        if (p.softcap > 0.f) {
-          modify_scores<true>(p, rows, column, scores);
+          for (int e = 0; e < 4; ++e) b[e] = __byte_perm(b[e], 0, 0x3120);
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            multiply(acc, 2 * n + i, a, widen(b[2 * i]), widen(b[2 * i + 1]),
+                     widen(b[2 * i] >> 16), widen(b[2 * i + 1] >> 16));
+          }
         } else {
-          modify_scores<false>(p, rows, column, scores);
+          multiply(acc, n, a, b[0], b[1], b[2], b[3]);
         }
       }
-      if (is_edge(tile * kKeys)) mask_scores(p, rows, s.kv_end, column, scores);
-      float rescale[kRowTiles][2];
-      const bool same = fold_scores<V::kScoreMod>(rows, scores, state, rescale,
-                                                  [](float x) { return exp2_approx(x); });
-      if (__any_sync(0xffffffffu, !same)) {
+    }
+  }
+
+  // What a warp carries from tile to tile.
+  struct State {
+    Queries queries;
+    Softmax<kRowTiles> softmax;
+    Accumulator acc;
+    bool begun;  // some row has seen a key
+  };
+
+  // Whether some row sees only a part of a step's keys.
+  __device__ __forceinline__ bool is_edge(int first_key) const {
+    return first_key < s.free_begin || first_key + kStepKeys > s.free_end;
+  }
+
+  __device__ __forceinline__ void modify(const Rows<V::kWiden> &rows, int column,
+                                         Scores &scores) const {
+    if (p.softcap == 0.f) {
+      modify_scores<false, true>(p, rows, column, scores);
+    } else if (p.alibi_slopes) {
+      modify_scores<true, true>(p, rows, column, scores);
+    } else {
+      modify_scores<true, false>(p, rows, column, scores);
+    }
+  }
+
+  // The weights of keys from `first` on. Rarely a second pass: where a row outgrows its shift.
+  __device__ __forceinline__ void weigh(int first, u32 keys, const Rows<V::kWiden> &rows,
+                                        State &state, Scores &scores) const {
+    const auto exp2 = [](float x) { return exp2_approx(x); };
+    const int column = first + lane % 4 * 2;
+    bool shifts = !state.begun;
+    u32 outgrown = 0;
+#pragma unroll 1
+    for (;;) {
+      score(keys, state.queries, scores);
+      if constexpr (V::kScoreMod) modify(rows, column, scores);
+      if (is_edge(first)) mask_scores(p, rows, s.kv_end, column, scores);
+      if (shifts) {
+        float rescale[kRowTiles][2];
+        const u32 before = state.softmax.fresh;
+        shift_rows<V::kScoreMod>(rows, scores, state.softmax, outgrown, rescale, exp2);
+        state.begun |= __any_sync(0xffffffffu, before != state.softmax.fresh);
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
           for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) acc[i][n][e] *= rescale[i][e / 2];
+            for (int e = 0; e < 4; ++e) state.acc[i][n][e] *= rescale[i][e / 2];
           }
         }
       }
-      accumulate(stage, scores, acc);
-    }
-    if constexpr (V::kWiden) {
-      if (more) {
-        if constexpr (kLate) {
-          fetch_tile(keys(), key_rows(next)->k, next_keys);
-          widen_tile(next_keys, key_tile(next));
-          fetch_tile(values(), key_rows(next)->v, next_values);
-        }
-        widen_tile(next_values, value_tile(next));
+      if (fold_scores<V::kCompute, V::kScoreMod>(rows, scores, state.softmax, shifts, outgrown,
+                                                 exp2)) {
+        return;
       }
-    } else {
-      cp_async_wait<0>();
+      shifts = true;
     }
-    write_rows(stage, tile + 2, later_block);
-    __syncthreads();
   }
 
-  __device__ __forceinline__ void finish(const Rows<V::kWiden> &rows, Softmax<kRowTiles> &state,
-                                         Accumulator &acc) {
-    const float v_scale = value_scale(p, s.request.index, kv_head);
-    RowResult result[kRowTiles][2];
-    float shift[kRowTiles][2];
+  __device__ __forceinline__ void run() {
+    const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4, s.scale};
+    State state;
+    start(state);
+    if (s.kv_begin < s.kv_end) {
+      copy.clear(key_tile(0), kStages * (kKeyBytes + kValueBytes));
+      if constexpr (kStages == 1) {
+        run_alternating(rows, state);
+      } else {
+        run_staged(rows, state);
+      }
+    }
+    finish(rows, state.softmax, state.acc);
+  }
+
+  // Rows past the last are all zero: they need no look at a maximum.
+  __device__ __forceinline__ void start(State &state) const {
+    state.begun = false;
+    state.softmax.fresh = 0;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        state.sum[i][h] = quad_sum(state.sum[i][h]);
-        shift[i][h] = state.top[i][h] == -infinity()
-                          ? -infinity()
-                          : state.top[i][h] * (V::kScoreMod ? 1.f : rows.scale(i, h));
+        if (row_of(i, h) < s.row_end) state.softmax.fresh |= 1u << (2 * i + h);
+        state.softmax.shift[i][h] = state.softmax.sum[i][h] = 0.f;
       }
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state.acc[i][n][e] = 0.f;
+      }
+    }
+  }
+
+  __device__ __forceinline__ int row_of(int i, int h) const {
+    return s.row_begin + first_row + i * 16 + h * 8 + lane / 4;
+  }
+
+  __device__ __forceinline__ bool is_idle() const {
+    return s.row_begin + static_cast<int>(first_row) >= s.row_end;
+  }
+
+  __device__ __forceinline__ void start_queries() const {
+    load_queries<V::kCompute, V::kWiden, kD, kRows, V::kThreads>(p, s, s.kv_head, s.negate, smem,
+                                                                 row_info());
+  }
+
+  // A ring of tiles. The barrier of a tile says that it is there, and that all are done with the one
+  // before, whose place the next copy takes.
+  __device__ __forceinline__ void run_staged(const Rows<V::kWiden> &rows, State &state) const {
+    constexpr int kAhead = kStages - 1;
+    const int begin = s.kv_begin / kKeys;
+    KeySlot at[kStages];
+#pragma unroll
+    for (int i = 0; i < kStages; ++i) at[i] = copy.find(begin + i);
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      copy.write_list(begin + i, at[i]);
+      __syncthreads();
+      issue(begin + i, i);
+    }
+    copy.write_list(begin + kAhead, at[kAhead]);
+    start_queries();
+    const bool idle = is_idle();
+    u32 stage = 0, free = kAhead;
+    for (int tile = begin; tile * kKeys < s.kv_end; ++tile) {
+      cp_async_wait<kAhead - 1>();
+      __syncthreads();
+      if (tile == begin) state.queries = hold_queries();
+      issue(tile + kAhead, free);
+      const KeySlot later = copy.find(tile + kStages);
+      if (!idle) {
+#pragma unroll 1
+        for (int key = 0; key < kWarpKeys; key += kStepKeys) {
+          Scores scores;
+          weigh(tile * kKeys + first_key + key, key_tile(stage) + key * kD * kItem, rows, state,
+                scores);
+          accumulate(value_tile(stage) + key * kDv * kItem, scores, state.acc);
+        }
+      }
+      copy.write_list(tile + kStages, later);
+      free = stage;
+      stage = stage == kStages - 1 ? 0 : stage + 1;
+    }
+  }
+
+  __device__ __forceinline__ void issue(int tile, u32 stage) const {
+    if (tile * kKeys < s.kv_end) {
+      copy.keys(tile, key_tile(stage));
+      copy.values(tile, value_tile(stage));
+    }
+    cp_async_commit();
+  }
+
+  // One place for keys and one for values: either is filled while the other is worked on.
+  __device__ __forceinline__ void run_alternating(const Rows<V::kWiden> &rows,
+                                                  State &state) const {
+    const int begin = s.kv_begin / kKeys;
+    copy.write_list(begin, copy.find(begin));
+    KeySlot next = copy.find(begin + 1);
+    __syncthreads();
+    copy.keys(begin, key_tile(0));
+    cp_async_commit();
+    start_queries();
+    const bool idle = is_idle();
+    for (int tile = begin; tile * kKeys < s.kv_end; ++tile) {
+      cp_async_wait<0>();
+      __syncthreads();
+      if (tile == begin) state.queries = hold_queries();
+      copy.values(tile, value_tile(0));
+      cp_async_commit();
+      copy.write_list(tile + 1, next);
+      next = copy.find(tile + 2);
+      Scores scores;
+      if (!idle) weigh(tile * kKeys + first_key, key_tile(0), rows, state, scores);
+      cp_async_wait<0>();
+      __syncthreads();
+      if ((tile + 1) * kKeys < s.kv_end) copy.keys(tile + 1, key_tile(0));
+      cp_async_commit();
+      if (!idle) accumulate(value_tile(0), scores, state.acc);
+    }
+  }
+
+  __device__ __forceinline__ void finish(const Rows<V::kWiden> &rows, Softmax<kRowTiles> &state,
+                                         Accumulator &acc) const {
+    const float v_scale = value_scale(p, s.request.index, s.kv_head);
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) state.sum[i][h] = quad_sum(state.sum[i][h]);
     }
     if constexpr (kKeyWarps == 1) {
 #pragma unroll
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          result[i][h] = conclude(shift[i][h], state.sum[i][h], v_scale);
-          store_half<kOutTiles>(i, h, result[i][h], 0, true, acc[i]);
+          store_half<kOutTiles / 2>(
+              i, h, conclude(state.shift[i][h], state.sum[i][h], v_scale), 0, 1, true, acc[i]);
         }
       }
     } else {
-      merge_warps(shift[0], state.sum[0], acc[0], v_scale);
+      merge_warps(state.shift[0], state.sum[0], acc[0], v_scale);
     }
   }
 
   __device__ __forceinline__ static RowResult conclude(float shift, float sum, float v_scale) {
-    if (shift == -infinity()) return {-infinity(), 0.f};
+    if (sum == 0.f) return {-infinity(), 0.f};
     return {shift * kLn2 + logf(sum), v_scale / sum};
   }
 
-  template <int kTiles>
-  __device__ __forceinline__ void store_half(int i, int h, RowResult result, int first_tile,
+  // Pairs of column tiles `first`, first + step, ... of the rows (i, h).
+  template <int kPairs>
+  __device__ __forceinline__ void store_half(int i, int h, RowResult result, int first, int step,
                                              bool with_lse,
-                                             const float (&acc)[kTiles][4]) const {
-    const int row = s.row_begin + first_row + i * 16 + h * 8 + lane / 4;
+                                             const float (&acc)[2 * kPairs][4]) const {
+    const int row = row_of(i, h);
     if (row >= s.row_end) return;
-    float value[kTiles][2];
+    float value[2 * kPairs][2];
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) value[n][0] = acc[n][2 * h], value[n][1] = acc[n][2 * h + 1];
-    store_row<kTiles>(p, s, kv_head, row, result, first_tile * 8 + lane % 4 * 2,
-                      with_lse && lane % 4 == 0, value);
+    for (int n = 0; n < kPairs; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (V::kWiden) {
+          value[2 * n + e / 2][e % 2] = acc[2 * n + e % 2][2 * h + e / 2];
+        } else {
+          value[2 * n + e / 2][e % 2] = acc[2 * n + e / 2][2 * h + e % 2];
+        }
+      }
+    }
+    store_row<2 * kPairs>(
+        p, s, s.kv_head, row, result, first * 16 + lane % 4 * (V::kWiden ? 4 : 2),
+        with_lse && lane % 4 == 0, value,
+        [&](int n) { return n / 2 * step * 16 + n % 2 * (V::kWiden ? 2 : 8); });
   }
 
   // The warps hold states of the same rows over different keys; each then stores a share of the
@@ -428,15 +417,19 @@ struct Forward {
   __device__ __forceinline__ void merge_warps(const float (&shift)[2], const float (&sum)[2],
                                               const float (&acc)[kOutTiles][4],
                                               float v_scale) const {
-    constexpr int kShare = kOutTiles / kKeyWarps;
-    static_assert(kKeyWarps * 16 * (kDv * 4 + 8) <= kRowsAt - kKeysAt || kKeyWarps == 1, "");
+    constexpr int kPairs = kOutTiles / 2, kShare = (kPairs + kKeyWarps - 1) / kKeyWarps;
+    static_assert(kKeyWarps * 16 * (kDv * 4 + 8) <= kListAt - kKeysAt || kKeyWarps == 1, "");
     float *const values_at = reinterpret_cast<float *>(smem + kKeysAt);
     float *const shifts_at = values_at + kKeyWarps * kOutTiles * 4 * 32;
     float *const sums_at = shifts_at + kKeyWarps * 16;
+    cp_async_wait<0>();
+    __syncthreads();
 #pragma unroll
     for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) values_at[((warp * kOutTiles + n) * 4 + e) * 32 + lane] = acc[n][e];
+      for (int e = 0; e < 4; ++e) {
+        values_at[((warp * kOutTiles + n) * 4 + e) * 32 + lane] = acc[n][e];
+      }
     }
     if (lane % 4 == 0) {
 #pragma unroll
@@ -449,24 +442,25 @@ struct Forward {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = h * 8 + lane / 4;
-      float top = -infinity(), total = 0.f, factor[kKeyWarps], merged[kShare][4] = {};
+      float top = -infinity(), total = 0.f, merged[2 * kShare][4] = {};
 #pragma unroll
       for (int w = 0; w < kKeyWarps; ++w) top = fmaxf(top, shifts_at[w * 16 + row]);
 #pragma unroll
       for (int w = 0; w < kKeyWarps; ++w) {
-        factor[w] = exp2_approx(shifts_at[w * 16 + row] - (top == -infinity() ? 0.f : top));
-        total += factor[w] * sums_at[w * 16 + row];
+        const float factor =
+            exp2_approx(shifts_at[w * 16 + row] - (top == -infinity() ? 0.f : top));
+        total += factor * sums_at[w * 16 + row];
 #pragma unroll
-        for (int n = 0; n < kShare; ++n) {
+        for (int n = 0; n < 2 * kShare; ++n) {
+          const int tile = (warp + n / 2 * kKeyWarps) * 2 + n % 2;
+          if (tile >= kOutTiles) break;
 #pragma unroll
           for (int e = 2 * h; e < 2 * h + 2; ++e) {
-            merged[n][e] +=
-                factor[w] *
-                values_at[((w * kOutTiles + warp * kShare + n) * 4 + e) * 32 + lane];
+            merged[n][e] += factor * values_at[((w * kOutTiles + tile) * 4 + e) * 32 + lane];
           }
         }
       }
-      store_half<kShare>(0, h, conclude(top, total, v_scale), warp * kShare, warp == 0, merged);
+      store_half<kShare>(0, h, conclude(top, total, v_scale), warp, kKeyWarps, warp == 0, merged);
     }
   }
 };

@@ -1,0 +1,158 @@
+"""The tiles that portable attention is compiled for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .attention_params import ATTENTION_PARAMS
+from .device import DeviceInfo
+from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
+from .problem import AttentionProblem
+from .variant import Variant
+
+__all__ = ["Tile", "attention_variants", "combine_variant", "score_mod", "tiles_of"]
+
+_BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+_CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
+_STATIC_BYTES = 256  # of shared memory that a kernel takes besides its tiles, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What is compiled: types, head bucket and tile shape.
+
+    Attributes
+    ----------
+    compute, cache : ScalarType
+        Of the products, and of stored keys.
+    head_dim, head_dim_v : int
+        The bucket.
+    row_tiles : int
+        Of 16 rows, a warp.
+    key_warps : int
+        Warps that share rows and split the keys of a tile.
+    warps, keys, stages : int
+        Of a block; keys of a tile; tiles in shared memory.
+    step : int
+        Keys of a tile that a warp takes at a time.
+    blocks : int
+        That share a multiprocessor: what registers are limited for.
+    hold : int
+        Registers up to which queries stay in them, counting sums, scores and queries.
+    """
+
+    compute: ScalarType
+    cache: ScalarType
+    head_dim: int
+    head_dim_v: int
+    row_tiles: int
+    key_warps: int
+    warps: int
+    keys: int
+    step: int
+    stages: int
+    blocks: int
+    hold: int
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_tiles * self.warps // self.key_warps
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps
+
+    @property
+    def smem_bytes(self) -> int:
+        """As mainloop/fwd_sm80.cuh lays it out: queries, stages, two lists, row infos."""
+        stage = self.keys * (self.head_dim + self.head_dim_v) * self.cache.itemsize
+        return self.rows * (self.head_dim * 2 + 12) + self.stages * stage + 2 * self.keys * 16
+
+    def variant(self, arch: str, score_mod: bool) -> Variant:
+        shape = f"d{self.head_dim}" + (
+            "" if self.head_dim == self.head_dim_v else f"_{self.head_dim_v}"
+        )
+        kind = "decode" if self.key_warps > 1 else f"m{self.rows}"
+        name = f"attention_fwd_sm80_{self.compute.name}_{self.cache.name}_{shape}_{kind}"
+        return Variant(
+            "attention_fwd_sm80.cu",
+            name + ("_mod" if score_mod else ""),
+            arch,
+            (
+                ("BLOCKS", self.blocks),
+                ("COMPUTE_TYPE", self.compute.code),
+                ("HEAD_DIM", self.head_dim),
+                ("HEAD_DIM_V", self.head_dim_v),
+                ("HOLD", self.hold),
+                ("KEY_STEP", self.step),
+                ("KEY_TILE", self.keys),
+                ("KEY_WARPS", self.key_warps),
+                ("KV_TYPE", self.cache.code),
+                ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("ROW_TILES", self.row_tiles),
+                ("SCORE_MOD", int(score_mod)),
+                ("SMEM_NBYTES", self.smem_bytes),
+                ("STAGES", self.stages),
+                ("WARPS", self.warps),
+            ),
+        )
+
+
+def _shapes(cache: ScalarType, head_dim: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each kind of tile: the fields of `Tile` from ``row_tiles`` on."""
+    if head_dim > 128:
+        return {"narrow": (1, 1, 4, 32, 32, 2, 2, 0)}
+    stages = 4 if cache.is_fp8 else 2
+    return {
+        "decode": (1, 4, 4, 64, 16, stages, 3, 128),
+        "narrow": (1, 1, 4, 64, 64, 2, 2, 160),
+        "wide": (2, 1, 4, 64, 32, 2, 2, 128),
+    }
+
+
+def _bucket_tiles(
+    compute: ScalarType, cache: ScalarType, bucket: tuple[int, int]
+) -> dict[str, Tile]:
+    return {
+        kind: Tile(compute, cache, *bucket, *shape)
+        for kind, shape in _shapes(cache, bucket[0]).items()
+    }
+
+
+def tiles_of(problem: AttentionProblem, info: DeviceInfo) -> dict[str, Tile]:
+    """The tiles that serve a problem on a device, by kind.
+
+    ``decode`` (at most 16 rows) and ``wide`` (of 128) are not there for every head size and every
+    device; ``narrow`` (of 64) is.
+    """
+    cache = problem.kv_type
+    bucket = next(b for b in _BUCKETS if problem.head_dim <= b[0] and problem.head_dim_v <= b[1])
+    room = info.smem_optin - _STATIC_BYTES
+    tiles = _bucket_tiles(FP16 if cache.is_fp8 else cache, cache, bucket)
+    return {kind: tile for kind, tile in tiles.items() if tile.smem_bytes <= room}
+
+
+def score_mod(problem: AttentionProblem) -> bool:
+    """Whether scores change between product and softmax."""
+    return problem.softcap > 0 or problem.has_alibi
+
+
+def combine_variant(arch: str) -> Variant:
+    """The kernel that merges the pieces of split keys."""
+    return Variant(
+        "attention_combine.cu",
+        "attention_combine",
+        arch,
+        (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),),
+    )
+
+
+def attention_variants(arch: str) -> Iterator[Variant]:
+    """All that the portable family can ask for."""
+    for compute, cache in _CACHES:
+        for bucket in _BUCKETS:
+            for modified in (False, True):
+                for tile in _bucket_tiles(compute, cache, bucket).values():
+                    yield tile.variant(arch, modified)
+    yield combine_variant(arch)
