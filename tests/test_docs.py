@@ -1,0 +1,118 @@
+"""What docs/ says is so: code runs, tables are those of the code, links and messages exist."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import docs_tables
+import pytest
+
+import cupyflash
+from cupyflash.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(ROOT.glob("docs/**/*.md"))
+GIVES_UP = ("CompileError", "CaptureError", "RuntimeError", "warnings.warn")
+
+
+def names(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CHANGELOG.md"], ids=names)
+def test_links_of_a_page_exist(page):
+    for link in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=names)
+def test_files_that_a_page_names_exist(page):
+    text = page.read_text()
+    for name in re.findall(r"`((?:examples|tests|docs|kernels_cu|cupyflash)/[\w./]+)`", text):
+        assert (ROOT / name).exists(), name
+
+
+OWN = ("numerics", "how_a_call_works", "embedding")
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_code_of_a_page_runs(name, capsys):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{name}.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, f"{name}.md", "exec"), {"__name__": name})
+
+
+@pytest.mark.parametrize("page", docs_tables.SECTIONS)
+def test_tables_are_those_of_the_code(page):
+    text = (ROOT / "docs" / page).read_text()
+    assert text == docs_tables.filled(page, text), "run python tests/docs_tables.py"
+
+
+def test_every_command_is_described(capsys):
+    text = (ROOT / "docs/command_line.md").read_text()
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.MULTILINE)
+    assert len(commands) == 6
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(commands)
+    for command in commands:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        known = set(re.findall(r"--[\w-]+", capsys.readouterr().out))
+        (row,) = re.findall(rf"^\| `{command}` \|(.*)$", text, re.MULTILINE)
+        assert set(re.findall(r"--[\w-]+", row)) <= known
+
+
+@cache
+def texts():
+    """Every text in the package, placeholders as …"""
+    found = []
+    for path in ROOT.glob("cupyflash/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.Constant, ast.JoinedStr)):
+                found.append(template(node))
+    return found
+
+
+def template(node):
+    if isinstance(node, ast.JoinedStr):
+        return "".join(template(part) for part in node.values)
+    if isinstance(node, ast.Constant):
+        return re.sub(r"\s+", " ", node.value) if isinstance(node.value, str) else ""
+    return "…"
+
+
+def messages():
+    text = (ROOT / "docs/troubleshooting.md").read_text()
+    return re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("message", messages())
+def test_a_message_of_troubleshooting_is_one_of_the_code(message):
+    assert any(message in text for text in texts())
+
+
+def raised():
+    """Texts of the errors that no change of an argument cures."""
+    for path in sorted(ROOT.glob("cupyflash/**/*.py")):
+        if {"testing", "bench", "cli", "distributed"} & set(path.parts):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in GIVES_UP:
+                text = template(node.args[0])
+                if text.strip(" …:"):
+                    yield pytest.param(text, id=f"{path.stem}-{node.lineno}")
+
+
+@pytest.mark.parametrize("text", list(raised()))
+def test_every_error_that_no_argument_cures_has_its_cure(text):
+    assert any(message in text for message in messages())
+
+
+def test_the_changelog_names_this_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    assert re.search(rf"^## {re.escape(cupyflash.__version__)}\b", text, re.MULTILINE)
