@@ -101,6 +101,11 @@ Target resolve(Warp& w, Space space, uint64_t addr, uint32_t bytes, int lane, bo
 
 void guard_mbarriers(Cta& cta, uint32_t addr, uint32_t bytes) {
   if (cta.mbarrier_at.empty()) return;
+  if (bytes > 256) {
+    for (const auto& [a, slot] : cta.mbarrier_at)
+      if (a + 8 > addr && a < addr + bytes) fail("MBARRIER: a write to shared address %u overwrites a live mbarrier", a);
+    return;
+  }
   for (uint32_t a = addr & ~7u; a < addr + bytes; a += 8)
     if (cta.mbarrier_at.count(a)) fail("MBARRIER: a write to shared address %u overwrites a live mbarrier", addr);
 }

@@ -74,7 +74,7 @@ static Step mma(Warp& w, const Insn& in, uint32_t) {
   alignas(32) float a[16][K], b[K][8], c[16][8];
   const int32_t *da = in.arg + ND, *db = da + NA, *dc = db + NB;
   for (int i = 0; i < NA; i++)
-    for (int row = 0; row < 8; row++) decode<A, 4>(w.r(da[i]) + row * 4, &a[row + (i & 1) * 8][(i >> 1) * 4 * PER]);
+    for (int row = 0; row < 8; row++) decode<A>(w.r(da[i]) + row * 4, &a[row + (i & 1) * 8][(i >> 1) * 4 * PER]);
   uint32_t words[4 * NB][8];
   for (int i = 0; i < NB; i++) {
     const uint32_t* r = w.r(db[i]);

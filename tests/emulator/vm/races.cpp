@@ -193,21 +193,27 @@ void land_shared_write(Cta& cta, uint32_t addr, uint32_t bytes, const Record& r)
 }
 
 // While a read is pending nothing may write to its source, so what is true at its issue is true until it lands.
+static void pend_read(Warp& w, Cta& cta, SharedCell& c, SharedCell& judged, uint32_t addr, int lane) {
+  if (c.pending_writes) race(w, "asynchronous read of a copy in flight", addr, true, lane, of_cell(cta, c));
+  if (!c.clock) w.vm->cfg.stats[kUninitialised]++;
+  else if (!clean_read(w, cta, c, lane, kAsync)) bad_read(w, cta, c, addr, lane, kAsync);
+  judged = c;
+}
 void pend_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int lane) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
-  SharedCell judged;
+  SharedCell judged;  // neighbours mostly have the same writer
+  const auto pend = [&](SharedCell& c, uint32_t addr) {
+    c.pending_reads++;
+    if (c.pending_writes || !c.clock || !c.same_writer(judged)) pend_read(w, cta, c, judged, addr, lane);
+  };
   for (size_t k = 0; k < count; k++) {
-    const uint32_t addr = ranges[k].addr;
-    s.visit(addr, ranges[k].bytes, [&](int i) {
-      SharedCell& c = s.cells[i];
-      c.pending_reads++;
-      if (!c.pending_writes && c.clock && c.same_writer(judged)) return;
-      if (c.pending_writes) race(w, "asynchronous read of a copy in flight", addr, true, lane, of_cell(cta, c));
-      if (!c.clock) w.vm->cfg.stats[kUninitialised]++;
-      else if (!clean_read(w, cta, c, lane, kAsync)) bad_read(w, cta, c, addr, lane, kAsync);
-      judged = c;
-    });
+    const auto [addr, bytes] = ranges[k];
+    if (s.whole(addr, bytes)) {
+      for (uint32_t i = addr / 16; i < (addr + bytes) / 16; i++) pend(s.cells[i], i * 16);
+    } else {
+      s.visit(addr, bytes, [&, from = addr](int i) { pend(s.cells[i], from); });
+    }
   }
 }
 
@@ -222,13 +228,19 @@ void land_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int
   mark.converged = w.converged;
   const int self = reader(cta, w);
   s.mark(0, self);
-  for (size_t k = 0; k < count; k++)
-    s.visit(ranges[k].addr, ranges[k].bytes, [&](int i) {
-      SharedCell& c = s.cells[i];
-      if (c.pending_reads) c.pending_reads--;
+  for (size_t k = 0; k < count; k++) {
+    const auto [addr, bytes] = ranges[k];
+    if (lane >= 32 && s.whole(addr, bytes)) {
+      for (uint32_t i = addr / 16; i < (addr + bytes) / 16; i++) s.cells[i].pending_reads--;
+      std::fill_n(&s.reads[self][addr / 16], bytes / 16, mark);
+      continue;
+    }
+    s.visit(addr, bytes, [&](int i) {
+      s.cells[i].pending_reads--;
       if (lane < 32) mark_read(w, cta, i, lane, kAsync);
       else s.reads[self][i] = mark;
     });
+  }
 }
 
 // ---- global memory

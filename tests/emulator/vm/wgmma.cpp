@@ -60,13 +60,6 @@ static const std::vector<Range>& ranges_of(Warp& w, uint64_t desc, bool mn, int 
   }
   return out;
 }
-template <class F>
-static void operands(Warp& w, const WgmmaOp& op, F f) {
-  const int32_t* const arg = op.insn->arg;
-  if (!arg[RS]) f(ranges_of(w, op.desc_a, arg[TRANS_A], (w.id & 3) * 16, 16));
-  f(ranges_of(w, op.desc_b, arg[TRANS_B], 0, arg[N_]));
-}
-
 constexpr int kMaxN = 256 + 8;  // a stride that does not fall on the same cache sets
 
 // Rows of A: 16 of the warp; B as [k][n].
@@ -78,19 +71,19 @@ static void load_a(Warp& w, const WgmmaOp& op, float (*a)[K]) {
   if (arg[RS]) {
     for (int i = 0; i < 4; i++)
       for (int row = 0; row < 8; row++)
-        decode<E, 4>(&op.a[i * 32 + row * 4], &a[row + (i & 1) * 8][(i >> 1) * K / 2]);
+        decode<E>(&op.a[i * 32 + row * 4], &a[row + (i & 1) * 8][(i >> 1) * K / 2]);
   } else if (arg[TRANS_A]) {
     const Descriptor d(op.desc_a);
     float t[16];
     for (int k = 0; k < K; k++)
       for (int j = 0; j < 2; j++) {
-        decode<E, 4>(smem + d.mn_major(row0 / 8 + j, k), t);
+        decode<E>(smem + d.mn_major(row0 / 8 + j, k), t);
         for (int e = 0; e < 8; e++) a[j * 8 + e][k] = t[e];
       }
   } else {
     const Descriptor d(op.desc_a);
     for (int r = 0; r < 16; r++)
-      for (int h = 0; h < 2; h++) decode<E, 4>(smem + d.k_major(row0 + r, h), &a[r][h * K / 2]);
+      for (int h = 0; h < 2; h++) decode<E>(smem + d.k_major(row0 + r, h), &a[r][h * K / 2]);
   }
   if (arg[SCALE_A] * arg[SCALE_B] < 0)
     for (int r = 0; r < 16; r++)
@@ -103,7 +96,7 @@ static void load_b(Warp& w, const WgmmaOp& op, float (*b)[kMaxN]) {
   const int n = op.insn->arg[N_];
   if (op.insn->arg[TRANS_B]) {
     for (int k = 0; k < K; k++)
-      for (int j = 0; j < n / 8; j++) decode<E, 4>(smem + d.mn_major(j, k), &b[k][j * 8]);
+      for (int j = 0; j < n / 8; j++) decode<E>(smem + d.mn_major(j, k), &b[k][j * 8]);
     return;
   }
   for (int column = 0; column < n; column += 8) {
@@ -233,7 +226,10 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
     if (i == 0) in_chain = state & kWritten;
     else if (in_chain != ((state & kWritten) != 0)) fail("WGMMA: accumulators in flight overlap in part");
   }
-  operands(w, op, [&](const std::vector<Range>& r) { pend_shared_reads(w, *w.cta, r.data(), r.size(), kAnyLane); });
+  if (!arg[RS]) op.reads[0] = &ranges_of(w, op.desc_a, arg[TRANS_A], (w.id & 3) * 16, 16);
+  op.reads[1] = &ranges_of(w, op.desc_b, arg[TRANS_B], 0, arg[N_]);
+  for (const auto* r : op.reads)
+    if (r) pend_shared_reads(w, *w.cta, r->data(), r->size(), kAnyLane);
   if (!in_chain) set_aside(w, op);
   for (int i = 0; i < count; i++) w.in_flight[arg[first + i] / 32] |= kWritten;
   if (arg[RS])
@@ -272,7 +268,8 @@ void retire_wgmmas(Warp& w, size_t allowed) {
     compute_any(w, &done[i], end - i);
     for (size_t k = i; k < end; k++) {
       w.pc = done[k]->pc;
-      operands(w, *done[k], [&](const std::vector<Range>& r) { land_shared_reads(w, *w.cta, r.data(), r.size(), kAnyLane); });
+      for (const auto* r : done[k]->reads)
+        if (r) land_shared_reads(w, *w.cta, r->data(), r->size(), kAnyLane);
       const Insn& in = *done[k]->insn;
       for (int j = in.arg[RS] ? DESC_A : DESC_A + 1; j < in.nargs; j++) w.in_flight[in.arg[j] / 32] = 0;
     }

@@ -42,6 +42,7 @@ struct WgmmaOp {
   int32_t pc;
   bool scale;
   uint64_t desc_a, desc_b;
+  const std::vector<Range>* reads[2];  // of A, if it is in shared memory, and B
   std::array<uint32_t, 128> a;  // registers at issue
   std::vector<uint32_t> acc;    // the accumulator's value, if it is the first of a chain
   bool first;
