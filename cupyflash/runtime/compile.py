@@ -10,7 +10,7 @@ import warnings
 from pathlib import Path
 
 from . import env
-from .cubin_cache import cubin_cache
+from .cubin_cache import cubin_cache, private_cache
 from .device import Device, Kernel
 from .errors import CaptureError, CompileError
 from .kernel_source import kernel_source
@@ -80,7 +80,11 @@ def compiled_file(variant: Variant) -> Path:
         return compile_source(source, options, variant)[0]
 
     folder = cubin_cache()
-    return folder.find_or_make(key, ending, make)
+    try:
+        return folder.find_or_make(key, ending, make)
+    except OSError as error:  # full, or it became read-only
+        reason = f"{folder.folder} cannot be written ({error})"
+        return private_cache(reason).find_or_make(key, ending, make)
 
 
 def compile_source(source: str, options: tuple[str, ...], variant: Variant) -> tuple[bytes, str]:

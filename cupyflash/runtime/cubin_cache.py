@@ -16,7 +16,7 @@ from pathlib import Path
 
 from . import env
 
-__all__ = ["CubinCache", "cubin_cache", "why_not_private"]
+__all__ = ["CubinCache", "cubin_cache", "private_cache", "why_not_private"]
 
 # Ends every file. A loader stops at the end of an ELF image, and reads this as a comment in PTX.
 _TRAILER = b"\n// sha256 %s\n"
@@ -121,6 +121,11 @@ def cubin_cache() -> CubinCache:
             return CubinCache(folder)
     except RuntimeError as error:
         reason = f"there is no home folder ({error})"
+    return private_cache(reason)
+
+
+def private_cache(reason: str) -> CubinCache:
+    """The cache of this process alone, gone when it ends; warns once, with the reason."""
     pid = os.getpid()
     if pid not in _private:
         _private[pid] = Path(tempfile.mkdtemp(prefix="cupyflash-"))
