@@ -66,8 +66,8 @@ def split_latent_cache(kv_cache: Array, latent_dim: int) -> tuple[Array, Array]:
         kv_cache = kv_cache[:, :, None]
     elif len(shape) != 4 or shape[2] != 1:
         raise ValueError(
-            f"kv_cache has shape {shape}; it must be [num_blocks, block_size, 1, latent + rope], or "
-            "the same without the 1"
+            f"kv_cache has shape {shape}; it must be [num_blocks, block_size, 1, latent + rope], "
+            "or the same without the 1"
         )
     if shape[-1] <= latent_dim:
         raise ValueError(

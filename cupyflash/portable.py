@@ -7,10 +7,28 @@ from typing import Any
 import numpy as np
 
 from .runtime.arrays import array_module, on_stream
-from .runtime.attention_launch import attend
-from .runtime.attention_plan import attention_plans
+from .runtime.attention_launch import attend as attend_heads
+from .runtime.attention_plan import attention_plans as plans_of_heads
+from .runtime.call import Call
+from .runtime.device import DeviceInfo
+from .runtime.mla_launch import attend_latent
+from .runtime.mla_plan import mla_plans
+from .runtime.plan import Plan
+from .runtime.problem import AttentionProblem
 
 __all__ = ["attend", "attention_plans", "write_schedule"]
+
+
+def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> tuple[Any, Any]:
+    """Queue attention of every request; see `attention_launch.attend`, `mla_launch`."""
+    if call.problem.has_q_v:
+        return attend_latent(call, workspace, stream)
+    return attend_heads(call, scheduler_metadata, workspace, stream)
+
+
+def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+    """Every launch that calls within a problem's bounds may need, those of the problem first."""
+    return (mla_plans if problem.has_q_v else plans_of_heads)(problem, info)
 
 
 def write_schedule(bounds: Any, seqused_k: Any, cu_seqlens_q: Any, out: Any, stream: Any) -> Any:

@@ -82,6 +82,18 @@ _TYPES = (FP16, BF16, E4M3, E5M2)
 
 SUPPORT: tuple[Row, ...] = (
     Row(2, "portable", (8, 0), (99, 9), _TYPES, _TYPES, built=True),
+    Row(
+        2,
+        "portable latent",
+        (8, 0),
+        (99, 9),
+        (FP16, BF16),
+        (FP16, BF16),
+        largest_head_dim=64,
+        largest_head_dim_v=512,
+        latent=True,
+        built=True,
+    ),
     Row(3, "Hopper", (9, 0), (9, 0), _TYPES, _TYPES, head_dim_step_8bit=16, alibi=False),
 )
 

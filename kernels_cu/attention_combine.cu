@@ -16,7 +16,7 @@ constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
 constexpr int kMostParts = 128;  // the host splits no further
 constexpr int kRounds = kMostParts / 32;
-constexpr int kLargestDim = 256;
+constexpr int kLargestDim = 512;
 
 // Chunks of the row block that a row is in.
 __device__ __forceinline__ int chunks_of(const AttentionParams &p, const Request &r, int token,
@@ -62,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
 
 #pragma unroll
   for (int half = 0; half < kLargestDim / 128; ++half) {
+    if (half * 128 >= p.head_dim_v) break;
     const int column = half * 128 + lane * 4;
     float acc[4] = {};
 #pragma unroll
@@ -80,13 +81,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
         add_weighted(acc, w, value);
       }
     }
-    if (half * 128 < p.head_dim_v) {
-      sums[warp][half * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-    }
+    sums[warp][half * 32 + lane] = make_float4(acc[0], acc[1], acc[2], acc[3]);
   }
   __syncthreads();
-  const int column = threadIdx.x * 2;
-  if (column < p.head_dim_v) {
+#pragma unroll 1
+  for (int column = threadIdx.x * 2; column < p.head_dim_v; column += kThreads * 2) {
     float a = 0.f, b = 0.f;
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {

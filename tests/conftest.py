@@ -32,7 +32,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Which paths an operation has; a new kernel family adds its path here and inherits every test.
 ATTENTION_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
-LATENT_PATHS = ("numpy",)
+LATENT_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
 # The emulator runs 8.0 and 9.0: fp8 conversion is arithmetic there and an instruction here.
 MERGE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")
 WRITE_PATHS = ("numpy", "emulator-sm_80", "emulator-sm_90", "gpu")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from .attention_plan import attention_variants
 from .decode_tile import decode_variants
 from .merge_plan import merge_variants
+from .mla_plan import mla_variants
 from .prefill_plan import prefill_variants
 from .variant import Variant
 from .write_plan import write_variants
@@ -20,6 +21,7 @@ FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (
     attention_variants,
     decode_variants,
     prefill_variants,
+    mla_variants,
 )
 
 

@@ -84,3 +84,16 @@ struct PrefillVariant {
 };
 static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == kBf16, "");
 #endif
+
+#ifdef LATENT_NBYTES
+// Multi-head latent attention on mma.sync: what the products are computed in, and the tile.
+struct LatentVariant {
+  static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr int kRowTiles = LATENT_ROWS / 16;
+  static constexpr int kKeys = KEY_TILE;
+  static constexpr int kStages = KEY_STAGES;
+  static constexpr int kSharedBytes = SMEM_NBYTES;
+  static constexpr int kParamsBytes = LATENT_NBYTES;
+};
+static_assert(LatentVariant::kCompute == kFp16 || LatentVariant::kCompute == kBf16, "");
+#endif

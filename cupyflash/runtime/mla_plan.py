@@ -1,0 +1,209 @@
+"""Launches of the portable kernel of multi-head latent attention, from bounds alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from .attention_args import Tiling
+from .attention_plan import ATTENTION_PARAMS, NEVER_SPLIT, combine_plan
+from .compile import native_arch
+from .device import DeviceInfo
+from .dtypes import BF16, FP16, ScalarType
+from .params import ParamsLayout
+from .plan import Plan
+from .problem import AttentionProblem
+from .variant import Variant
+
+__all__ = ["LATENT_PARAMS", "MlaPlan", "make_mla_plan", "mla_plans", "mla_variants"]
+
+LATENT_PARAMS = ParamsLayout(
+    ("q_v", "ptr"),
+    ("token_stride", "i64"),
+    ("head_stride", "i64"),
+    ("vectorised", "i32"),
+    ("unused", "i32"),
+)
+"""The layout of ``core/latent_params.cuh``."""
+
+_THREADS = 256
+_ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
+_SMALLEST_CHUNK = 256  # keys: below it, partial results outweigh them
+_LARGEST_WORKSPACE = 1 << 28
+_MOST_SPLITS = 128  # as the combine kernel has it
+_WAVES = 4  # blocks a multiprocessor, at most, for the sake of splitting
+_LARGE, _MEDIUM, _SMALL = 227 << 10, 163 << 10, 99 << 10  # shared memory of a block
+_SHARED_BYTES = dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), _LARGE)
+_SHARED_BYTES.update(dict.fromkeys(("sm_80", "sm_87"), _MEDIUM))
+
+
+@dataclass(frozen=True, slots=True)
+class MlaPlan:
+    """One or two launches; attributes as `attention_plan.AttentionPlan`."""
+
+    forward: Plan
+    combine: Plan | None
+    splits: int
+    tiling: Tiling
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What is compiled: rows of queries, keys of a stage, stages."""
+
+    rows: int
+    keys: int
+    stages: int
+
+    @property
+    def smem_bytes(self) -> int:
+        """As mainloop/latent_sm80.cuh lays it out: stages, parts of the scores, factors."""
+        parts = 8 * 16 // self.keys
+        return self.stages * self.keys * _ROW_BYTES + self.rows * (parts * (self.keys + 8) * 4 + 8)
+
+    def variant(self, kind: ScalarType, arch: str) -> Variant:
+        return Variant(
+            "mla_decode_sm80.cu",
+            f"mla_decode_sm80_{kind.name}_m{self.rows}",
+            arch,
+            (
+                ("COMPUTE_TYPE", kind.code),
+                ("KEY_STAGES", self.stages),
+                ("KEY_TILE", self.keys),
+                ("LATENT_NBYTES", LATENT_PARAMS.nbytes),
+                ("LATENT_ROWS", self.rows),
+                ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("SMEM_NBYTES", self.smem_bytes),
+            ),
+        )
+
+
+# For 16 rows and for 32, the largest that fits.
+_TILES = {
+    _LARGE: (_Tile(16, 64, 3), _Tile(32, 32, 5)),
+    _MEDIUM: (_Tile(16, 64, 2), _Tile(32, 32, 3)),
+    _SMALL: (_Tile(16, 32, 2), _Tile(32, 32, 2)),
+}
+
+
+def _tiles(arch: str) -> tuple[_Tile, _Tile]:
+    return _TILES[_SHARED_BYTES.get(arch, _SMALL)]
+
+
+def mla_variants(arch: str) -> Iterator[Variant]:
+    """All that latent attention can ask for."""
+    for kind in (FP16, BF16):
+        for tile in _tiles(arch):
+            yield tile.variant(kind, arch)
+
+
+@lru_cache(maxsize=1024)
+def make_mla_plan(
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+) -> MlaPlan:
+    """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
+    arch = native_arch(info.capability)
+    small, large = _tiles(arch)
+    most_rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
+    tile = small if most_rows <= small.rows else large
+    blocks, blocks_a_request = _row_blocks(problem, tile.rows)
+    items = blocks * problem.num_heads_kv
+    limit = min(workspace_limit, _LARGEST_WORKSPACE)
+    chunk, splits = _choose_chunk(problem, info, tile, items, limit)
+    forward = Plan(
+        tile.variant(problem.q_type, arch),
+        (items, 1, splits),
+        (_THREADS, 1, 1),
+        tile.smem_bytes,
+        _partial_bytes(problem, splits),
+    )
+    rows = problem.total_q * problem.num_heads_q
+    tiling = Tiling(chunk, blocks_a_request, tile.rows, rows * splits if splits > 1 else 0)
+    return MlaPlan(forward, combine_plan(problem, info) if splits > 1 else None, splits, tiling)
+
+
+def mla_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+    """Every launch that calls within a problem's bounds may need, those of the problem first.
+
+    Their workspace is enough for any of the calls.
+    """
+    plan, arch = make_mla_plan(problem, info), native_arch(info.capability)
+    forwards = {plan.forward.variant: plan.forward}
+    for tile in _tiles(arch):
+        variant = tile.variant(problem.q_type, arch)
+        forwards.setdefault(variant, Plan(variant, (1, 1, 1), (_THREADS, 1, 1), tile.smem_bytes))
+    nbytes = _largest_workspace(problem, info)
+    plans = list(forwards.values())
+    if nbytes:
+        plans.append(combine_plan(problem, info))
+    return [replace(each, workspace_bytes=nbytes) for each in plans]
+
+
+def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
+    """Of any call within the bounds: planned splits end where the device is full a few times."""
+    if problem.batch_invariant or problem.num_splits == 1:
+        return 0
+    most = min(problem.num_splits or _MOST_SPLITS, _MOST_SPLITS)
+    rows = problem.total_q * problem.num_heads_q * most
+    if not problem.num_splits:
+        tiles = _tiles(native_arch(info.capability))
+        rows = min(rows, _WAVES * info.num_sms * max(tile.rows for tile in tiles))
+    return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
+
+
+def _partial_bytes(problem: AttentionProblem, splits: int) -> int:
+    rows = problem.total_q * problem.num_heads_q * splits
+    return rows * (problem.head_dim_v + 1) * 4 if splits > 1 else 0
+
+
+def _row_blocks(problem: AttentionProblem, rows: int) -> tuple[int, int]:
+    """Row blocks to launch, and how many of them each request has (0: found in the kernel)."""
+    if not problem.batch:
+        return 0, 0
+    per_request = -(-problem.max_seqlen_q * problem.group_size // rows)
+    ragged = problem.total_q * problem.group_size // rows + problem.batch
+    if per_request * problem.batch <= ragged:
+        return per_request * problem.batch, per_request
+    return ragged, 0
+
+
+def _choose_chunk(
+    problem: AttentionProblem, info: DeviceInfo, tile: _Tile, items: int, limit: int
+) -> tuple[int, int]:
+    """Keys of a chunk, and chunks a row may have."""
+    visible = _visible(problem, tile.rows)
+    wanted, rows = problem.num_splits, problem.total_q * problem.num_heads_q
+    if wanted == 1 or problem.batch_invariant or not items or rows >= 1 << 31:
+        return NEVER_SPLIT, 1
+    if not wanted:
+        wanted = _planned_splits(info, items, visible)
+    for count in range(min(wanted, _MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
+        chunk = -(-visible // count // tile.keys) * tile.keys
+        # Chunks lie at multiples of their size, so a window may touch one more.
+        touched = min(-(-problem.max_seqlen_k // chunk), (visible + chunk - 2) // chunk + 1)
+        if 1 < touched <= wanted and _partial_bytes(problem, touched) <= limit:
+            return chunk, touched
+    return NEVER_SPLIT, 1
+
+
+def _visible(problem: AttentionProblem, rows: int) -> int:
+    """Keys that a row block sees at most."""
+    left, right = problem.window_left, problem.window_right
+    if left < 0 or right < 0:
+        return problem.max_seqlen_k
+    tokens = -(-(rows - 1) // problem.group_size) + 1
+    return min(problem.max_seqlen_k, left + right + tokens)
+
+
+def _planned_splits(info: DeviceInfo, items: int, visible: int) -> int:
+    """The fewest pieces that keep the device nearly as busy as any number of them."""
+    most = min(_MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * info.num_sms // items)
+    counts = range(1, max(1, most) + 1)
+
+    def busy(count: int) -> float:
+        waves = items * count / info.num_sms
+        return waves / -(-items * count // info.num_sms)
+
+    best = max(map(busy, counts))
+    return next(count for count in counts if busy(count) >= 0.85 * best)

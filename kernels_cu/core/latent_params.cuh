@@ -1,0 +1,12 @@
+// What the kernels of latent attention are passed besides AttentionParams, by value: the part of the
+// queries that meets v. There q and k are the rope part, v is the latent one.
+#pragma once
+
+#include "numeric.cuh"
+
+struct LatentParams {
+  const char *q_v;  // [total_q, heads_q, head_dim_v]
+  i64 token_stride, head_stride;
+  i32 vectorised;  // pointer and strides allow loads of 8 elements
+  i32 unused;
+};

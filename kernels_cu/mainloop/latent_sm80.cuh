@@ -1,0 +1,421 @@
+// Latent attention of one segment on mma.sync: 8 warps, key tiles by cp.async in a ring of stages.
+//
+// A row of the tile is a row of the cache: 512 elements of the latent, which are the values too, and
+// 64 of the rope part. For the scores, warps take 16 keys and every kDepths-th step of the 36 along
+// the row each, with their share of the queries in registers; the parts are added up in shared
+// memory, where a warp folds some rows into the softmax; for the values each takes 64 columns.
+#pragma once
+
+#include "arch/mma_sm80.cuh"
+#include "block/epilogue.cuh"
+#include "block/page_table.cuh"
+#include "block/softmax.cuh"
+#include "core/latent_params.cuh"
+
+constexpr int kLatentThreads = 256;
+constexpr int kLatentDim = 512, kRopeDim = 64;
+
+template <class V>
+struct Latent {
+  static constexpr int kDim = kLatentDim + kRopeDim, kChunks = kDim / 8;
+  static constexpr int kLatentChunks = kLatentDim / 8;
+  static constexpr int kRowTiles = V::kRowTiles, kRows = 16 * kRowTiles;
+  static constexpr int kKeys = V::kKeys, kStages = V::kStages;
+  static constexpr int kWarps = kLatentThreads / 32;
+  static constexpr int kKeyGroups = kKeys / 16;           // of warps
+  static constexpr int kDepths = kWarps / kKeyGroups;     // warps that share 16 keys
+  static constexpr int kSteps = kDim / 16 / kDepths;      // of products along a row, a warp
+  static constexpr int kChains = kRowTiles == 1 ? 2 : 1;  // sums side by side: latency
+  static constexpr int kOutTiles = kLatentDim / 8 / kWarps;
+  static constexpr int kWarpKeys = kKeys / kWarps;        // rows of the cache that a warp copies
+  // Softmax: lanes of a row hold two keys each.
+  static constexpr int kLanes = kKeys / 2, kSideBySide = 32 / kLanes;
+  static constexpr int kFolds = kRows / kWarps / kSideBySide;  // rows of a lane
+
+  static constexpr int kStageBytes = kKeys * kDim * 2;
+  static constexpr int kScoreStride = kKeys + 8;  // floats: no two rows in the same banks
+  static constexpr int kScoresAt = kStages * kStageBytes;
+  static constexpr int kFactorsAt = kScoresAt + kDepths * kRows * kScoreStride * 4;
+  static constexpr int kBytes = kFactorsAt + kRows * 8;
+  static_assert(kSteps * kDepths * 16 == kDim && kDepths <= 4, "steps are dealt in turn");
+  static_assert(kRows <= kKeys, "queries pass through a stage");
+  static_assert(kBytes == V::kSharedBytes, "the host asks for another amount of shared memory");
+
+  // Rows of the softmax state that this lane looks after.
+  struct Fold {
+    float top[kFolds];    // largest score yet, to base 2
+    float sum[kFolds];    // of this lane's keys
+    int position[kFolds];
+    float slope[kFolds];
+  };
+
+  const AttentionParams &p;
+  const LatentParams &d;
+  const Segment &s;
+  char *const smem;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first_key = warp % kKeyGroups * 16, depth = warp / kKeyGroups;
+
+  __device__ __forceinline__ Latent(const AttentionParams &p, const LatentParams &d,
+                                    const Segment &s, char *smem)
+      : p(p), d(d), s(s), smem(smem) {}
+
+  // A chunk of 8 elements in a tile, permuted within its row against bank conflicts.
+  __device__ __forceinline__ static u32 chunk_at(int row, int chunk) {
+    return static_cast<u32>(row * kChunks + (chunk ^ (row & 7))) * 16;
+  }
+  __device__ __forceinline__ char *stage_at(int stage) const { return smem + stage * kStageBytes; }
+  __device__ __forceinline__ float *scores_at(int part, int row) const {
+    return reinterpret_cast<float *>(smem + kScoresAt) + (part * kRows + row) * kScoreStride;
+  }
+  // The weights of a row take the place of its scores.
+  __device__ __forceinline__ char *weights_at(int row) const {
+    return reinterpret_cast<char *>(scores_at(0, row));
+  }
+  // [kRows] factors of the sums yet; at the end [kRows] factors, then [kRows] log-sum-exps.
+  __device__ __forceinline__ float *factors() const {
+    return reinterpret_cast<float *>(smem + kFactorsAt);
+  }
+
+  // ---- loads
+
+  __device__ __forceinline__ static void load_elements(const char *from, u32 (&word)[4]) {
+    const u16 *element = reinterpret_cast<const u16 *>(from);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) word[j] = element[2 * j] | element[2 * j + 1] << 16;
+  }
+
+  __device__ __forceinline__ static void copy_chunk(u32 to, const char *from, bool inside,
+                                                    bool vectorised) {
+    if (vectorised) {
+      cp_async16(to, from, inside ? 16 : 0);
+    } else {
+      u32 word[4] = {};
+      if (inside) load_elements(from, word);
+      store_shared16(to, word);
+    }
+  }
+
+  // Of the kWarpKeys rows that a warp copies, each of its lanes looks up one (or one twice).
+  __device__ __forceinline__ int key_of_lane(int tile) const {
+    return tile * kKeys + warp * kWarpKeys + lane % kWarpKeys;
+  }
+
+  __device__ __forceinline__ KeySlot slot_of(int tile) const {
+    return find_slot(p, s, key_of_lane(tile));
+  }
+
+  __device__ __forceinline__ void load_tile(int tile, int stage, KeySlot slot) const {
+    const int key = key_of_lane(tile);
+    KeyRow row = {{kNoRow, kNoRow}};
+    if (key >= s.kv_begin && key < s.kv_end) row = locate(p, slot);
+    const char *const latent = p.v + s.kv_head * p.v_head_stride;
+    const char *const rope = p.k + s.kv_head * p.k_head_stride;
+    const u32 to = shared_address(stage_at(stage));
+#pragma unroll
+    for (int r = 0; r < kWarpKeys; ++r) {
+      const i64 offset = __shfl_sync(0xffffffffu, row.at[1], r);
+#pragma unroll
+      for (int i = 0; i < kLatentChunks / 32; ++i) {
+        const int chunk = i * 32 + lane;
+        const bool inside = offset != kNoRow && chunk * 8 < p.head_dim_v;
+        copy_chunk(to + chunk_at(warp * kWarpKeys + r, chunk),
+                   latent + (inside ? offset + chunk * 16 : 0), inside, p.v_vectorised);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kWarpKeys / 4; ++i) {
+      const int r = i * 4 + lane / 8, chunk = lane % 8;
+      const i64 offset = __shfl_sync(0xffffffffu, row.at[0], r);
+      const bool inside = offset != kNoRow && chunk * 8 < p.head_dim;
+      copy_chunk(to + chunk_at(warp * kWarpKeys + r, kLatentChunks + chunk),
+                 rope + (inside ? offset + chunk * 16 : 0), inside, p.k_vectorised);
+    }
+  }
+
+  // The rows of the segment to a stage; zero where there is none.
+  __device__ __forceinline__ void load_queries(char *tile) const {
+    const int row_end = s.row_end - s.row_begin;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kRows * kChunks; i += kLatentThreads) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const int in_request = (s.row_begin + row) / p.group;
+      const int head = s.kv_head * p.group + s.row_begin + row - in_request * p.group;
+      const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
+      const bool is_latent = chunk < kLatentChunks;
+      const int at = is_latent ? chunk : chunk - kLatentChunks;
+      u32 word[4] = {};
+      if (row < row_end && at * 8 < (is_latent ? p.head_dim_v : p.head_dim)) {
+        const char *from =
+            (is_latent ? d.q_v + token * d.token_stride + head * d.head_stride
+                       : p.q + token * p.q_token_stride + head * p.q_head_stride) +
+            at * 16;
+        if (is_latent ? d.vectorised : p.q_vectorised) {
+          const uint4 v = *reinterpret_cast<const uint4 *>(from);
+          word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+        } else {
+          load_elements(from, word);
+        }
+        if (s.negate) {
+#pragma unroll
+          for (int j = 0; j < 4; ++j) word[j] ^= 0x80008000u;
+        }
+      }
+      store_shared16(shared_address(tile + chunk_at(row, chunk)), word);
+    }
+  }
+
+  // Offset of step `i` of this warp within a row whose number is `row` modulo 8.
+  __device__ __forceinline__ u32 step_at(int i, int row, int half) const {
+    const int step = depth + kDepths * i;
+    return static_cast<u32>((step * 2 + half) ^ (row & 7)) * 16;
+  }
+
+  using Queries = u32[kSteps][kRowTiles][4];
+
+  __device__ __forceinline__ void hold_queries(u32 tile, Queries &q) const {
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        const int row = t * 16 + lane % 16;
+        ldmatrix4(q[i][t], tile + row * kDim * 2 + step_at(i, row, lane / 16));
+      }
+    }
+  }
+
+  // ---- products
+
+  // This warp's part of the scores, to shared memory.
+  __device__ __forceinline__ void score(u32 tile, const Queries &q) const {
+    float sum[kChains][kRowTiles][2][4] = {};
+    const int row = first_key + lane % 8 + lane / 16 * 8;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      u32 b[4];
+      ldmatrix4(b, tile + row * kDim * 2 + step_at(i, row, lane / 8 % 2));
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        mma_16x8x16<V::kCompute>(sum[i % kChains][t][0], q[i][t], b[0], b[1]);
+        mma_16x8x16<V::kCompute>(sum[i % kChains][t][1], q[i][t], b[2], b[3]);
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float2 pair = make_float2(sum[0][t][n][2 * h], sum[0][t][n][2 * h + 1]);
+          if constexpr (kChains == 2) {
+            pair.x += sum[1][t][n][2 * h], pair.y += sum[1][t][n][2 * h + 1];
+          }
+          float *to = scores_at(depth, t * 16 + h * 8 + lane / 4) + first_key + n * 8;
+          *reinterpret_cast<float2 *>(to + lane % 4 * 2) = pair;
+        }
+      }
+    }
+  }
+
+  // acc += weights * values, columns 64 * warp and on.
+  __device__ __forceinline__ void accumulate(u32 tile,
+                                             float (&acc)[kRowTiles][kOutTiles][4]) const {
+    rescale(acc);
+#pragma unroll
+    for (int step = 0; step < kKeys / 16; ++step) {
+      u32 a[kRowTiles][4];
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        ldmatrix4(a[t], shared_address(weights_at(t * 16 + lane % 16)) + step * 32 +
+                            lane / 16 * 16);
+      }
+      const int row = step * 16 + lane % 16;
+#pragma unroll
+      for (int n = 0; n < kOutTiles / 2; ++n) {
+        u32 b[4];
+        ldmatrix4_trans(b, tile + chunk_at(row, warp * kOutTiles + n * 2 + lane / 16));
+#pragma unroll
+        for (int t = 0; t < kRowTiles; ++t) {
+          mma_16x8x16<V::kCompute>(acc[t][2 * n], a[t], b[0], b[1]);
+          mma_16x8x16<V::kCompute>(acc[t][2 * n + 1], a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void rescale(float (&acc)[kRowTiles][kOutTiles][4]) const {
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+      const float low = factors()[t * 16 + lane / 4], high = factors()[t * 16 + 8 + lane / 4];
+      if (!__any_sync(0xffffffffu, low != 1.f || high != 1.f)) continue;
+#pragma unroll
+      for (int n = 0; n < kOutTiles; ++n) {
+        acc[t][n][0] *= low, acc[t][n][1] *= low;
+        acc[t][n][2] *= high, acc[t][n][3] *= high;
+      }
+    }
+  }
+
+  // ---- softmax
+
+  __device__ __forceinline__ int row_of_fold(int i) const {
+    return warp * (kRows / kWarps) + i * kSideBySide + lane / kLanes;
+  }
+
+  __device__ __forceinline__ void clear(Fold &fold) const {
+#pragma unroll
+    for (int i = 0; i < kFolds; ++i) {
+      const int row = s.row_begin + row_of_fold(i), token = row / p.group;
+      fold.top[i] = -infinity(), fold.sum[i] = 0.f;
+      fold.position[i] = token + s.request.kv_len - s.request.q_len;
+      fold.slope[i] =
+          p.alibi_slopes && row < s.row_end
+              ? load_float(p.alibi_slopes,
+                           s.request.index * p.alibi_batch_stride +
+                               (s.kv_head * p.group + row - token * p.group) * p.alibi_head_stride)
+              : 0.f;
+    }
+  }
+
+  __device__ __forceinline__ static float max_of_row(float x) {
+#pragma unroll
+    for (int mask = kLanes / 2; mask; mask /= 2) {
+      x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, mask));
+    }
+    return x;
+  }
+
+  // A score to base 2, in the order scale, soft cap, ALiBi, mask.
+  template <bool kEdge>
+  __device__ __forceinline__ float modified(float x, int key, const Fold &fold, int i) const {
+    const int distance = fold.position[i] - key;
+    if (p.softcap > 0.f) {
+      x = p.softcap * tanh_fast(x * (s.scale / p.softcap)) * kLog2e;
+    } else {
+      x *= s.scale * kLog2e;
+    }
+    if (p.alibi_slopes) x -= fold.slope[i] * fabsf(static_cast<float>(distance)) * kLog2e;
+    if constexpr (kEdge) {
+      const bool seen = key < s.kv_end && key >= s.kv_begin &&
+                        (p.window_left < 0 || distance <= p.window_left) &&
+                        (p.window_right < 0 || -distance <= p.window_right);
+      if (!seen) x = -infinity();
+    }
+    return x;
+  }
+
+  template <bool kEdge>
+  __device__ __forceinline__ void fold_scores(int first_column, Fold &fold) const {
+    const int column = lane % kLanes * 2, key = first_column + column;
+#pragma unroll
+    for (int i = 0; i < kFolds; ++i) {
+      const int row = row_of_fold(i);
+      float2 x = *reinterpret_cast<const float2 *>(scores_at(0, row) + column);
+#pragma unroll
+      for (int part = 1; part < kDepths; ++part) {
+        const float2 y = *reinterpret_cast<const float2 *>(scores_at(part, row) + column);
+        x.x += y.x, x.y += y.y;
+      }
+      x.x = modified<kEdge>(x.x, key, fold, i);
+      x.y = modified<kEdge>(x.y, key + 1, fold, i);
+      const float top = fmaxf(fold.top[i], max_of_row(fmaxf(x.x, x.y)));
+      const float shift = top == -infinity() ? 0.f : top;
+      const float factor = exp2_approx(fold.top[i] - shift);
+      x.x = exp2_approx(x.x - shift), x.y = exp2_approx(x.y - shift);
+      fold.sum[i] = fold.sum[i] * factor + (x.x + x.y);
+      fold.top[i] = top;
+      __syncwarp();  // every lane of the row has read its scores
+      *reinterpret_cast<u32 *>(weights_at(row) + column * 2) = pack_pair<V::kCompute>(x.x, x.y);
+      if (lane % kLanes == 0) factors()[row] = factor;
+    }
+  }
+
+  // ---- the whole
+
+  __device__ __forceinline__ void run() {
+    float acc[kRowTiles][kOutTiles][4] = {};
+    Fold fold;
+    clear(fold);
+    if (s.kv_begin < s.kv_end) attend(fold, acc);
+    finish(fold, acc);
+  }
+
+  __device__ __forceinline__ void attend(Fold &fold,
+                                         float (&acc)[kRowTiles][kOutTiles][4]) const {
+    const int begin = s.kv_begin / kKeys, end = (s.kv_end + kKeys - 1) / kKeys;
+    // A tile's blocks are looked up before they are needed.
+    KeySlot slot = slot_of(begin);
+#pragma unroll
+    for (int i = 0; i < kStages - 1; ++i) {
+      const KeySlot next = slot_of(begin + i + 1);
+      load_tile(begin + i, i, slot);
+      cp_async_commit();
+      slot = next;
+    }
+    load_queries(stage_at(kStages - 1));
+    __syncthreads();
+    Queries q;
+    hold_queries(shared_address(stage_at(kStages - 1)), q);
+    int stage = 0, free = kStages - 1;
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile) {
+      cp_async_wait<kStages - 2>();
+      __syncthreads();  // the tile is there, and its predecessor's stage, scores, weights are free
+      const KeySlot next = slot_of(tile + kStages);
+      if (tile + kStages - 1 < end) load_tile(tile + kStages - 1, free, slot);
+      cp_async_commit();
+      slot = next;
+      const u32 at = shared_address(stage_at(stage));
+      score(at, q);
+      __syncthreads();
+      const int column = tile * kKeys;
+      if (column < s.free_begin || column + kKeys > s.free_end || column < s.kv_begin) {
+        fold_scores<true>(column, fold);
+      } else {
+        fold_scores<false>(column, fold);
+      }
+      __syncthreads();
+      accumulate(at, acc);
+      free = stage;
+      stage = stage + 1 == kStages ? 0 : stage + 1;
+    }
+    cp_async_wait<0>();
+  }
+
+  __device__ __forceinline__ void finish(Fold &fold,
+                                         const float (&acc)[kRowTiles][kOutTiles][4]) const {
+    const float v_scale = value_scale(p, s.request.index, s.kv_head);
+    __syncthreads();  // the factors of the last tile have been read
+#pragma unroll
+    for (int i = 0; i < kFolds; ++i) {
+      float sum = fold.sum[i];
+#pragma unroll
+      for (int mask = kLanes / 2; mask; mask /= 2) {
+        sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+      }
+      if (lane % kLanes == 0) {
+        factors()[row_of_fold(i)] = sum == 0.f ? 0.f : v_scale / sum;
+        factors()[kRows + row_of_fold(i)] =
+            sum == 0.f ? -infinity() : fold.top[i] * kLn2 + logf(sum);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int in_tile = t * 16 + h * 8 + lane / 4, row = s.row_begin + in_tile;
+        if (row >= s.row_end) continue;
+        float value[kOutTiles][2];
+#pragma unroll
+        for (int n = 0; n < kOutTiles; ++n) {
+          value[n][0] = acc[t][n][2 * h], value[n][1] = acc[t][n][2 * h + 1];
+        }
+        store_row<kOutTiles>(p, s, s.kv_head, row,
+                             {factors()[kRows + in_tile], factors()[in_tile]},
+                             warp * kOutTiles * 8 + lane % 4 * 2, warp == 0 && lane % 4 == 0,
+                             value, [](int n) { return n * 8; });
+      }
+    }
+  }
+};
