@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from ctypes import byref, c_char_p, c_void_p
+from ctypes import addressof, byref, c_char_p, c_void_p, create_string_buffer
 from functools import cache
 from operator import attrgetter
+from struct import Struct
 from typing import Any
 
 from .compile import compiled_file
@@ -22,6 +23,9 @@ __all__ = ["CuPyDevice", "LoadedKernel", "cupy_device"]
 
 _INVALID_CONTEXT = 201
 _POINTERS = tuple(c_char_p * count for count in range(17))
+_config = Struct("=7I4xQQI4x").pack  # CUlaunchConfig: shape, stream, attributes and their number
+_ATTRIBUTE = create_string_buffer(Struct("=I4xi60x").pack(6, 1))  # programmatic serialization
+_ATTRIBUTE_ADDRESS = addressof(_ATTRIBUTE)
 
 
 class LoadedKernel:
@@ -64,7 +68,7 @@ class CuPyDevice:
         self._cp = cp
         self._runtime = cp.cuda.runtime
         self._current_stream = cp.cuda.get_current_stream
-        self._launch = driver_function("cuLaunchKernel")
+        self._launch = driver_function("cuLaunchKernelEx")
         self._context = cp.cuda.Device(ordinal)
         self._alone = self._runtime.getDeviceCount() == 1
         self.ordinal = ordinal
@@ -108,15 +112,12 @@ class CuPyDevice:
         pointers: Any = byref(c_char_p(values[0]))
         if len(values) > 1:
             pointers = _POINTERS[len(values)](*values)
-        asked = (
-            kernel.function, *plan.grid, *plan.block, plan.smem_bytes, c_void_p(stream), pointers,
-            None,
-        )  # fmt: skip
-        status = self._launch(*asked)
+        config = _config(*plan.shape, stream, _ATTRIBUTE_ADDRESS, plan.programmatic)
+        status = self._launch(config, kernel.function, pointers, None)
         if status == _INVALID_CONTEXT:  # a thread that has not used the device yet
             self._context.use()
             self._runtime.free(0)
-            status = self._launch(*asked)
+            status = self._launch(config, kernel.function, pointers, None)
         if status:
             raise self._cp.cuda.driver.CUDADriverError(status)
         return None

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 
-# Every call asks for two variables, and os.environ takes 0.8 us to say that one is not set: it
+# Every call asks for some variables, and os.environ takes 0.8 us to say that it is not set: it
 # encodes the name, raises and catches. Its own dict says so at once.
 _ENCODED: Any = getattr(os.environb, "_data", os.environb)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .variant import Variant
 
@@ -22,6 +22,11 @@ class Plan:
         Dynamic shared memory a block.
     workspace_bytes : int
         Device scratch that the launch needs; 0 for none.
+    programmatic : bool
+        Blocks may start while the kernel before it in the stream still runs, if that lets them: the
+        kernel must wait (``griddepcontrol.wait``, 9.0 and later) before it touches memory.
+    shape : tuple of int
+        Grid, block and shared memory, as the driver takes them.
     """
 
     variant: Variant
@@ -29,8 +34,11 @@ class Plan:
     block: tuple[int, int, int]
     smem_bytes: int = 0
     workspace_bytes: int = 0
+    programmatic: bool = False
+    shape: tuple[int, ...] = field(init=False, repr=False, compare=False, default=())
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", (*self.grid, *self.block, self.smem_bytes))
         # One object for equal variants: a launch then finds its kernel without comparing them.
         object.__setattr__(self, "variant", _variants.setdefault(self.variant, self.variant))
 
