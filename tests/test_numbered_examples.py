@@ -18,6 +18,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
         ("02_property_test.py", ["within the bound", "Causal mask off by one", "request 0"]),
         ("03_backend_engine.py", ["decode 1: 40 tokens, 256 shared keys read once"]),
         ("05_cuda_graphs.py", ["equal the"]),
+        ("07_latent_attention.py", ["absorbed and expanded agree", "1152 bytes a token"]),
     ],
 )
 def test_example(name, words, capsys):
@@ -50,4 +51,5 @@ def test_every_numbered_example_is_listed():
         "04_minilm_embeddings.py",
         "05_cuda_graphs.py",
         "06_standard_attention.py",
+        "07_latent_attention.py",
     ]

@@ -7,6 +7,10 @@ from .flash_attn_builder import FlashAttentionMetadataBuilder
 from .flash_attn_impl import FlashAttentionImpl
 from .flash_attn_metadata import FlashAttentionMetadata
 from .local_attention import ChunkedLocalAttentionBuilder
+from .mla import MLABackend
+from .mla_builder import MLAMetadataBuilder
+from .mla_impl import MLAImpl
+from .mla_metadata import MLAMetadata
 from .reference import ReferenceBackend
 from .selector import get_attn_backend, unsupported_reasons
 
@@ -18,6 +22,10 @@ __all__ = [
     "FlashAttentionImpl",
     "FlashAttentionMetadata",
     "FlashAttentionMetadataBuilder",
+    "MLABackend",
+    "MLAImpl",
+    "MLAMetadata",
+    "MLAMetadataBuilder",
     "ReferenceBackend",
     "get_attn_backend",
     "unsupported_reasons",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from cupyflash.backend import AttentionBackend, AttentionSelectorConfig
 
 from .flash_attn import FlashAttentionBackend
+from .mla import MLABackend
 from .reference import ReferenceBackend
 
 __all__ = ["backend_priority", "get_attn_backend", "unsupported_reasons"]
@@ -12,12 +13,16 @@ __all__ = ["backend_priority", "get_attn_backend", "unsupported_reasons"]
 Capability = tuple[int, int]
 
 _BACKENDS: dict[str, type[AttentionBackend]] = {
-    backend.get_name(): backend for backend in (FlashAttentionBackend, ReferenceBackend)
+    backend.get_name(): backend for backend in (FlashAttentionBackend, ReferenceBackend, MLABackend)
 }
 
 
-def backend_priority(device_capability: Capability | None) -> tuple[str, ...]:
+def backend_priority(
+    device_capability: Capability | None, use_mla: bool = False
+) -> tuple[str, ...]:
     """Names of the backends to try on a device, best first; None = NumPy arrays."""
+    if use_mla:
+        return ("FLASH_ATTN_MLA",)
     return ("REFERENCE", "FLASH_ATTN") if device_capability is None else ("FLASH_ATTN",)
 
 
@@ -70,7 +75,9 @@ def get_attn_backend(
     """
     if backend is not None and backend not in _BACKENDS:
         raise ValueError(f"backend={backend!r}; use one of {', '.join(_BACKENDS)}")
-    names = backend_priority(device_capability) if backend is None else (backend,)
+    names = backend_priority(device_capability, config.use_mla)
+    if backend is not None:
+        names = (backend,)
     reasons = unsupported_reasons(config, device_capability)
     for name in names:
         if not reasons[name]:

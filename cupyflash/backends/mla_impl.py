@@ -1,0 +1,237 @@
+"""One layer of multi-head latent attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import numpy as np
+
+from cupyflash.backend import AttentionImpl, AttentionLayer
+from cupyflash.mla import (
+    ContextChunk,
+    concat_and_cache_mla,
+    gather_latent_cache,
+    mla_decode,
+    mla_prefill,
+)
+from cupyflash.runtime.arrays import array_module
+
+from .mla_metadata import MLADecode, MLAMetadata, MLAPrefill
+
+__all__ = ["MLAImpl"]
+
+Array = Any  # NumPy or CuPy
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    """a [H, n, k] times b [H, k, m], float32 sums, in the type of a."""
+    if isinstance(a, np.ndarray):
+        return np.matmul(a.astype(np.float32), b.astype(np.float32)).astype(a.dtype)
+    return array_module(a).matmul(a, b)
+
+
+class MLAImpl(AttentionImpl[MLAMetadata]):
+    """One attention layer over a latent cache.
+
+    Parameters
+    ----------
+    num_heads, head_size : int
+        ``head_size`` is that of a cache row: ``kv_lora_rank + qk_rope_head_dim``.
+    scale : float
+        Multiplies q·k of the heads.
+    num_kv_heads : int
+        1.
+    kv_cache_dtype : str
+        ``"auto"``, or the model's type by its name.
+    kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim : int
+        Of the latent, of both parts of q and k, and of v.
+    kv_b_proj : array [kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim)]
+        Expands a latent to keys and values, heads outermost, keys before values.
+    matmul : callable, optional
+        a [H, n, k], b [H, k, m] to [H, n, m]: an engine that captures graphs passes one that may
+        be captured.
+
+    Raises
+    ------
+    ValueError
+        Sizes that do not fit each other.
+    """
+
+    can_return_lse_for_decode: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int = 1,
+        kv_cache_dtype: str = "auto",
+        *,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Array,
+        matmul: Callable[[Array, Array], Array] = _matmul,
+    ) -> None:
+        expanded = num_heads * (qk_nope_head_dim + v_head_dim)
+        if num_kv_heads != 1 or head_size != kv_lora_rank + qk_rope_head_dim:
+            raise ValueError(
+                f"num_kv_heads={num_kv_heads}, head_size={head_size}: a latent cache has 1 and "
+                f"kv_lora_rank + qk_rope_head_dim = {kv_lora_rank + qk_rope_head_dim}"
+            )
+        if kv_b_proj.shape != (kv_lora_rank, expanded):
+            raise ValueError(
+                f"kv_b_proj has shape {kv_b_proj.shape}; it must be [{kv_lora_rank}, {expanded}]: "
+                "the latent, and keys and values of all heads"
+            )
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.kv_cache_dtype, self.kv_lora_rank = kv_cache_dtype, kv_lora_rank
+        self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
+        self.v_head_dim, self._matmul = v_head_dim, matmul
+        xp = array_module(kv_b_proj)
+        by_head = kv_b_proj.reshape(kv_lora_rank, num_heads, -1)
+        keys, values = by_head[..., :qk_nope_head_dim], by_head[..., qk_nope_head_dim:]
+        self._expand = kv_b_proj[None]
+        self._absorb_keys = xp.ascontiguousarray(keys.transpose(1, 2, 0))  # [H, nope, latent]
+        self._absorb_values = xp.ascontiguousarray(values.transpose(1, 0, 2))  # [H, latent, v]
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Array,
+        key: Array,
+        value: Array,
+        kv_cache: Array,
+        attn_metadata: MLAMetadata | None,
+        output: Array,
+        output_scale: Array = None,
+        output_block_scale: Array = None,
+    ) -> Any:
+        """Attention of a step's tokens, whose latents are in the cache already.
+
+        Parameters
+        ----------
+        layer : AttentionLayer
+            Not read: the cache has no scales.
+        query : array [tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]
+            The second part rotated. Rows past ``num_actual_tokens`` are padding.
+        key : array [tokens, kv_lora_rank]
+            The new tokens' latents, normalised.
+        value : array [tokens, 1, qk_rope_head_dim] or [tokens, qk_rope_head_dim]
+            Their rotated keys. Both are read by prefill only.
+        kv_cache : array [num_blocks, block_size, head_size]
+        attn_metadata : MLAMetadata or None
+            None = a profiling run: the output is 0.
+        output : array [tokens, num_heads * v_head_dim] or [tokens, num_heads, v_head_dim]
+            Contiguous; written in place, padding rows are left as they are.
+        output_scale, output_block_scale
+            Must be None: the output is not quantised here.
+
+        Returns
+        -------
+        output : array
+
+        Raises
+        ------
+        TypeError, ValueError, NotImplementedError
+            As `mla_decode` and `mla_prefill`; or an option that the backend does not have.
+        """
+        del layer
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError("output_scale: attention writes 16 bit; quantise its output")
+        if self.need_to_return_lse_for_decode:
+            raise NotImplementedError(
+                "need_to_return_lse_for_decode: only context parallelism would use it, which "
+                "latent caches do not have yet"
+            )
+        if attn_metadata is None:
+            output[...] = 0
+            return output
+        step = attn_metadata
+        heads = output.reshape(output.shape[0], self.num_heads, self.v_head_dim)
+        if heads.size and not array_module(output).shares_memory(heads, output):
+            raise ValueError(f"output has strides {output.strides}; it must be contiguous")
+        first = 0
+        if step.decode is not None:
+            first = step.decode.num_tokens
+            self._decode(query[:first], kv_cache, step, step.decode, heads[:first])
+        if step.prefill is not None:
+            rows = slice(first, step.num_actual_tokens)
+            rope = value.reshape(value.shape[0], self.qk_rope_head_dim)
+            new = self._expanded(key[rows], rope[rows])
+            self._prefill(query[rows], new, kv_cache, step, step.prefill, heads[rows])
+        return output
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Array, value: Array, kv_cache: Array, slot_mapping: Array
+    ) -> None:
+        """Store latents and rotated keys at their slots; arguments as `forward`.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As `concat_and_cache_mla`.
+        """
+        del layer
+        concat_and_cache_mla(key, value, kv_cache, slot_mapping, self.kv_cache_dtype, 1.0)
+
+    def _decode(
+        self, query: Array, kv_cache: Array, step: MLAMetadata, decode: MLADecode, output: Array
+    ) -> None:
+        """Absorbed: queries go to the space of the latent, results come back from it."""
+        q_nope, q_pe = query[..., : self.qk_nope_head_dim], query[..., self.qk_nope_head_dim :]
+        q_latent = self._matmul(q_nope.transpose(1, 0, 2), self._absorb_keys)
+        found = mla_decode(
+            q_latent.transpose(1, 0, 2),
+            q_pe,
+            kv_cache,
+            decode.block_table,
+            decode.seq_lens,
+            cu_seqlens_q=decode.query_start_loc,
+            max_seqlen_q=decode.max_query_len,
+            max_seqlen_k=decode.max_seq_len,
+            softmax_scale=self.scale,
+            causal=step.causal,
+            batch_invariant=step.batch_invariant,
+        )
+        values = self._matmul(found.transpose(1, 0, 2), self._absorb_values)
+        output[...] = values.transpose(1, 0, 2)
+
+    def _prefill(
+        self,
+        query: Array,
+        new: tuple[Array, Array],
+        kv_cache: Array,
+        step: MLAMetadata,
+        prefill: MLAPrefill,
+        output: Array,
+    ) -> None:
+        mla_prefill(
+            query,
+            *new,
+            prefill.query_start_loc,
+            prefill.max_query_len,
+            softmax_scale=self.scale,
+            contexts=self._contexts(kv_cache, prefill),
+            causal=step.causal,
+            out=output,
+            batch_invariant=step.batch_invariant,
+        )
+
+    def _contexts(self, kv_cache: Array, prefill: MLAPrefill) -> Iterator[ContextChunk]:
+        for chunk in prefill.context:
+            rows = gather_latent_cache(
+                kv_cache, prefill.block_table, chunk.cu_seqlens, chunk.num_tokens, chunk.starts
+            )
+            latent, rope = rows[:, : self.kv_lora_rank], rows[:, self.kv_lora_rank :]
+            yield ContextChunk(*self._expanded(latent, rope), chunk.cu_seqlens, chunk.max_len)
+
+    def _expanded(self, latent: Array, rope: Array) -> tuple[Array, Array]:
+        """Keys [tokens, H, nope + rope] and values [tokens, H, v] of all heads."""
+        xp, tokens = array_module(latent), latent.shape[0]
+        both = self._matmul(latent[None], self._expand).reshape(tokens, self.num_heads, -1)
+        shared = xp.broadcast_to(rope[:, None], (tokens, self.num_heads, self.qk_rope_head_dim))
+        keys = xp.concatenate([both[..., : self.qk_nope_head_dim], shared], axis=-1)
+        return keys, both[..., self.qk_nope_head_dim :]
