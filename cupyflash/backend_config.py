@@ -111,6 +111,10 @@ class BackendConfig:
         The bits of a request do not depend on its neighbours: no splits, no shared prefixes.
     dcp_world_size, dcp_rank, cp_kv_cache_interleave_size : int
         Decode context parallelism: ranks, this rank, neighbouring tokens on one rank.
+    dcp_group : Communicator, optional
+        Of these ranks; see `cupyflash.distributed`. Needed to attend, not to build metadata.
+    dcp_combine : {"a2a", "ag_rs"}
+        How states travel between ranks; see `cupyflash.distributed.combine_states`.
     cascade_policy : str
         ``"vllm"``: the rule of `use_cascade_attention`.
     """
@@ -124,6 +128,8 @@ class BackendConfig:
     dcp_world_size: int = 1
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
+    dcp_group: Any = field(default=None, compare=False)
+    dcp_combine: str = "a2a"
     cascade_policy: str = "vllm"
 
     def __post_init__(self) -> None:
@@ -142,6 +148,14 @@ class BackendConfig:
                 f"dcp_rank={self.dcp_rank} must be one of dcp_world_size={self.dcp_world_size}, "
                 f"cp_kv_cache_interleave_size={self.cp_kv_cache_interleave_size} at least 1"
             )
+        group, place = self.dcp_group, (self.dcp_rank, self.dcp_world_size)
+        if group is not None and (group.rank, group.size) != place:
+            raise ValueError(
+                f"dcp_group has rank {group.rank} of {group.size}, but dcp_rank={self.dcp_rank} "
+                f"and dcp_world_size={self.dcp_world_size}"
+            )
+        if self.dcp_combine not in ("a2a", "ag_rs"):
+            raise ValueError(f"dcp_combine={self.dcp_combine!r}; use 'a2a' or 'ag_rs'")
         if self.cascade_policy == "measured":
             raise NotImplementedError(
                 "cascade_policy='measured' needs a cost model fitted on a GPU, which this release "

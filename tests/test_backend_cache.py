@@ -90,7 +90,7 @@ def test_refused_steps_write_nothing(step_path):
     ranks = made.builder.build(0, made.common)
     plain = replace(ranks, dcp_context_kv_lens=None, scheduler_metadata=None)
     calls = [
-        (ranks, {}, "dcp_world_size"),
+        (replace(ranks, dcp_group=object()), {}, "key is None"),
         (plain, {"output_scale": np.ones(1, np.float32)}, "output_scale"),
         (plain, {"output_block_scale": np.ones(1, np.float32)}, "output_scale"),
     ]
@@ -99,6 +99,10 @@ def test_refused_steps_write_nothing(step_path):
             made.impl.forward(
                 made.layer, made.query, None, None, made.cache, metadata, made.output, **options
             )
+    with pytest.raises(ValueError, match="without a dcp_group"):
+        made.impl.forward(
+            made.layer, made.query, None, None, made.cache, ranks, made.output
+        )  # fmt: skip
     made.impl.need_to_return_lse_for_decode = True
     with pytest.raises(NotImplementedError, match="no LSE"):
         made.impl.forward(

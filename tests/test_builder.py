@@ -36,7 +36,7 @@ def test_a_plain_step_passes_the_engines_arrays_on(step_path):
         assert getattr(metadata, name) == getattr(common, name)
     absent = {
         *("cu_prefix_query_lens", "prefix_kv_lens", "suffix_kv_lens", "prefix_scheduler_metadata"),
-        *("max_dcp_context_kv_len", "dcp_context_kv_lens", "map_block_table"),
+        *("max_dcp_context_kv_len", "dcp_context_kv_lens", "dcp_group", "map_block_table"),
     }
     assert {f.name for f in fields(metadata) if getattr(metadata, f.name) is None} == absent
     assert not metadata.use_cascade

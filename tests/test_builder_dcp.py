@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from steps import GRAPHS, Case, Made, address
 
-from cupyflash.backends.dcp import get_dcp_local_seq_lens, max_dcp_local_seq_len
+from cupyflash.distributed import Sharding
 
 DECODE = Case(((1, 40), (1, 16), (1, 70)), num_kv_heads=2, group_size=2)
 
@@ -23,11 +23,11 @@ def step(step_path, case=DECODE, **config):
     [(2, 1, 5, [3, 2]), (2, 4, 13, [8, 5]), (2, 4, 12, [8, 4]), (3, 2, 0, [0, 0, 0])],
 )
 def test_lengths_on_each_rank(step_path, ranks, interleave, length, local):
-    lengths = step_path.array([length], np.int32)
-    found = get_dcp_local_seq_lens(lengths, ranks, None, interleave)
+    lengths, sharding = step_path.array([length], np.int32), Sharding(ranks, interleave)
+    found = sharding.local_lengths(lengths)
     assert step_path.host(found).tolist() == [local]
     for rank, expected in enumerate(local):
-        one = get_dcp_local_seq_lens(lengths, ranks, rank, interleave)
+        one = sharding.local_lengths(lengths, rank)
         assert one.dtype == np.int32
         assert step_path.host(one).tolist() == [expected]
 
@@ -37,9 +37,10 @@ def test_lengths_on_each_rank(step_path, ranks, interleave, length, local):
 )
 def test_tokens_are_dealt_in_runs(length, ranks, interleave):
     owner = np.arange(length) // interleave % ranks
-    found = get_dcp_local_seq_lens(np.array([length], np.int32), ranks, None, interleave)[0]
+    sharding = Sharding(ranks, interleave, 48)
+    found = sharding.local_lengths(np.array([length], np.int32))[0]
     assert found.tolist() == np.bincount(owner, minlength=ranks).tolist()
-    assert found.max() <= max_dcp_local_seq_len(length, ranks, interleave)
+    assert found.max() <= sharding.max_local_length(length)
 
 
 def test_a_rank_gets_its_share_of_every_context(step_path):

@@ -87,11 +87,11 @@ def test_a_backend_can_be_named():
 def test_all_reasons_come_at_once():
     asked = config(
         head_size=100, dtype="float64", kv_cache_dtype="int8", block_size=24, use_mla=True,
-        use_dcp=True, use_sparse=True, use_mm_prefix=True, use_rswa=True, attn_type="unknown",
+        use_sparse=True, use_mm_prefix=True, use_rswa=True, attn_type="unknown",
     )  # fmt: skip
     reasons = unsupported_reasons(asked, (7, 5))
     for part in (
-        *("latent", "context parallelism", "sparse", "bidirectional", "reference sliding"),
+        *("latent", "sparse", "bidirectional", "reference sliding"),
         *("head_size=100", "dtype=float64", "kv_cache_dtype='int8'", "block_size=24"),
         *("attn_type='unknown'", "7.5"),
     ):

@@ -1,4 +1,4 @@
-"""Decode context parallelism: how many of a request's keys lie on a rank."""
+"""Decode context parallelism: one step on all ranks, and what a rank holds of it."""
 
 from __future__ import annotations
 
@@ -6,40 +6,51 @@ from typing import Any
 
 import numpy as np
 
-from cupyflash.runtime.arrays import array_module
+from cupyflash.backend import CommonAttentionMetadata, KVCacheSpec
+from cupyflash.distributed.sharding import Sharding
 
-__all__ = ["get_dcp_local_seq_lens", "max_dcp_local_seq_len"]
+from .flash_attn_metadata import FlashAttentionMetadata
+from .layer_group import LayerGroup
+
+__all__ = ["check_ranks_agree", "local_contexts"]
 
 
-def get_dcp_local_seq_lens(
-    seq_lens: Any, dcp_world_size: int, dcp_rank: int | None = None, interleave_size: int = 1
-) -> Any:
-    """Keys of each request on one rank, or on every rank.
+def check_ranks_agree(
+    dcp_group: Any,
+    spec: KVCacheSpec,
+    layers: LayerGroup,
+    step: FlashAttentionMetadata,
+    common: CommonAttentionMetadata,
+) -> None:
+    """Return if all ranks have the same step, types and sizes.
 
-    Tokens are dealt in runs of ``interleave_size``: run ``n`` goes to rank
-    ``n % dcp_world_size``.
-
-    Parameters
-    ----------
-    seq_lens : array [...], int32
-    dcp_world_size : int
-    dcp_rank : int, optional
-        None = all ranks.
-    interleave_size : int
-
-    Returns
-    -------
-    array [...], int32
-        [..., dcp_world_size] for all ranks.
+    Raises
+    ------
+    DisagreementError, RankLostError
+        On every rank, within the group's timeout.
     """
-    xp = array_module(seq_lens)
-    rank = xp.arange(dcp_world_size, dtype=np.int32) if dcp_rank is None else np.int32(dcp_rank)
-    lengths = seq_lens[..., None] if dcp_rank is None else seq_lens
-    full = lengths // (interleave_size * dcp_world_size) * interleave_size
-    rest = lengths - full * dcp_world_size - rank * interleave_size
-    return (full + xp.clip(rest, 0, interleave_size)).astype(np.int32)
+    seen = (
+        *(spec.num_kv_heads, spec.head_size, str(np.dtype(spec.storage_type.numpy))),
+        *(spec.kv_cache_dtype, spec.block_size, layers.num_heads_q, layers.has_softcap),
+        *(step.num_actual_tokens, step.max_query_len, step.max_seq_len, step.max_num_splits),
+        *(step.causal, step.batch_invariant),
+    )
+    state = repr(seen).encode() + b"".join(
+        np.ascontiguousarray(common.on_host(name), np.int32).tobytes() + b";"
+        for name in ("query_start_loc", "seq_lens")
+    )
+    dcp_group.agree("the step", state)
 
 
-def max_dcp_local_seq_len(max_seq_len: int, dcp_world_size: int, interleave_size: int = 1) -> int:
-    """A bound of any rank's share of any length up to ``max_seq_len``."""
-    return -(-max_seq_len // (interleave_size * dcp_world_size)) * interleave_size
+def local_contexts(
+    sharding: Sharding, rank: int, common: CommonAttentionMetadata, captured: bool
+) -> tuple[Any, int]:
+    """Tokens of each request's context on a rank: array [R], int32; and their bound on any rank.
+
+    The bound is 0 where no request has a context, the same on all ranks since it comes from whole
+    lengths. A captured step always reads contexts: the next replay may have one.
+    """
+    local = sharding.local_lengths(common.compute_num_computed_tokens(), rank)
+    queries = np.diff(common.on_host("query_start_loc"))
+    has_context = captured or bool((common.on_host("seq_lens") > queries).any())
+    return local, sharding.max_local_length(common.max_seq_len) if has_context else 0

@@ -16,10 +16,11 @@ from cupyflash.backend import (
     KVCacheSpec,
 )
 from cupyflash.cascade import use_cascade_attention
+from cupyflash.distributed.sharding import Sharding
 from cupyflash.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 
 from .common_prefix import check_common_prefix
-from .dcp import get_dcp_local_seq_lens, max_dcp_local_seq_len
+from .dcp import check_ranks_agree, local_contexts
 from .flash_attn_metadata import FlashAttentionMetadata
 from .graph_buffers import GraphBuffers
 from .layer_group import LayerGroup
@@ -45,7 +46,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     Raises
     ------
     ValueError
-        Layers that are not in ``config.layers``, or that differ in their number of heads.
+        Layers that are not in ``config.layers``, or that differ in their number of heads, or in
+        whether their cache is dealt over ranks; an interleave that does not divide a block.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -57,6 +59,11 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         super().__init__(kv_cache_spec, layer_names, config)
         self.group = LayerGroup.of([config.layers[name] for name in self.layer_names], config)
         self.aot_schedule = self.group.one_schedule and not config.batch_invariant
+        self._ranks = config.dcp_world_size if self.group.sharded else 1
+        self._sharding = Sharding(
+            self._ranks, config.cp_kv_cache_interleave_size if self._ranks > 1 else 1,
+            kv_cache_spec.block_size,
+        )  # fmt: skip
         self._buffers = GraphBuffers(max(config.max_num_seqs, config.max_cudagraph_capture_size))
 
     def build(
@@ -102,7 +109,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         )
         if common_prefix_len:
             return self._with_cascade(step, common, common_prefix_len, aot)
-        if self.config.dcp_world_size > 1:
+        if self.group.sharded:
             return self._with_context_parallel(step, common, aot)
         if not aot:
             return step
@@ -168,16 +175,9 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     ) -> bool:
         """`cupyflash.use_cascade_attention`, and False where this group cannot."""
         return not self.group.no_cascade and use_cascade_attention(
-            common_prefix_len,
-            query_lens,
-            num_query_heads,
-            num_kv_heads,
-            use_alibi,
-            use_sliding_window,
-            use_local_attention,
-            num_sms,
-            dcp_world_size,
-        )
+            common_prefix_len, query_lens, num_query_heads, num_kv_heads, use_alibi,
+            use_sliding_window, use_local_attention, num_sms, dcp_world_size,
+        )  # fmt: skip
 
     def _in_graph(self, tokens: int) -> bool:
         config = self.config
@@ -232,7 +232,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         left, right = symmetrize_window(group.sliding_window, causal)
         return self.aot_schedule and (
             (bounds.has_softcap, bounds.num_heads_q, bounds.window_left)
-            == (group.has_softcap, group.num_heads_q * self.config.dcp_world_size, left)
+            == (group.has_softcap, group.num_heads_q * self._ranks, left)
             and bounds.window_right == (0 if causal else right)
         )
 
@@ -280,17 +280,22 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     def _with_context_parallel(
         self, step: FlashAttentionMetadata, common: CommonAttentionMetadata, aot: bool
     ) -> FlashAttentionMetadata:
-        ranks, every = self.config.dcp_world_size, self.config.cp_kv_cache_interleave_size
-        computed = common.compute_num_computed_tokens()
-        local = get_dcp_local_seq_lens(computed, ranks, self.config.dcp_rank, every)
-        lengths = self._rows("dcp_context_kv_lens", local, step.num_actual_tokens)
-        # From global lengths, so that every rank takes the same branch.
-        queries = np.diff(common.on_host("query_start_loc"))
-        has_context = bool((common.on_host("seq_lens") > queries).any())
-        longest = max_dcp_local_seq_len(common.max_seq_len, ranks, every) if has_context else 0
-        found = replace(step, dcp_context_kv_lens=lengths, max_dcp_context_kv_len=longest)
-        if not (aot and has_context):
+        group, captured = self.config.dcp_group, self._in_graph(step.num_actual_tokens)
+        if group is not None:
+            check_ranks_agree(group, self.kv_cache_spec, self.group, step, common)
+        local, longest = local_contexts(self._sharding, self.config.dcp_rank, common, captured)
+        found = replace(
+            step,
+            dcp_context_kv_lens=self._rows("dcp_context_kv_lens", local, step.num_actual_tokens),
+            max_dcp_context_kv_len=longest,
+            dcp_group=group,
+            dcp_combine=self.config.dcp_combine,
+        )
+        if not (aot and longest):
             return found
-        heads, keys = self.group.num_heads_q * ranks, (lengths, longest, False)
-        schedule = self._schedule("scheduler_metadata", found, self._queries(found), keys, heads)
+        keys = (found.dcp_context_kv_lens, longest, False)
+        schedule = self._schedule(
+            "scheduler_metadata", found, self._queries(found), keys,
+            self.group.num_heads_q * self._ranks,
+        )  # fmt: skip
         return replace(found, scheduler_metadata=schedule)

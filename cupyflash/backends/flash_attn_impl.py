@@ -9,13 +9,13 @@ import numpy as np
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.backend import AttentionImpl, AttentionLayer, AttentionType
-from cupyflash.cascade import cascade_attention
 from cupyflash.kv_cache import reshape_and_cache_flash
 from cupyflash.runtime.arrays import array_module
 from cupyflash.runtime.dtypes import parse_fp8
 
 from .descales import descale_arguments
 from .flash_attn_metadata import FlashAttentionMetadata
+from .flash_attn_passes import forward_cascade, forward_dcp, forward_encoder
 from .kv_layout import split_kv_cache
 from .window import UNCACHED, sliding_window_of, symmetrize_window
 
@@ -85,8 +85,8 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         self.logits_soft_cap = logits_soft_cap or 0.0
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self._fp8 = "" if kv_cache_dtype in _PLAIN else parse_fp8(kv_cache_dtype).name
-        if self._fp8 and self.attn_type in UNCACHED:
+        self.fp8 = "" if kv_cache_dtype in _PLAIN else parse_fp8(kv_cache_dtype).name
+        if self.fp8 and self.attn_type in UNCACHED:
             raise NotImplementedError(
                 f"kv_cache_dtype={kv_cache_dtype!r}: {self.attn_type.value} layers have no cache; "
                 "use 'auto'"
@@ -114,7 +114,8 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         query : array [tokens, num_heads, head_size]
             Rows past ``num_actual_tokens`` are padding.
         key, value : array [tokens, num_kv_heads, head_size] or None
-            Read by encoder layers, which have no cache.
+            Read by encoder layers, which have no cache, and under context parallelism, where
+            most of them are in other ranks' caches.
         kv_cache : array
             As `split_kv_cache` takes it; encoder layers do not read it.
         attn_metadata : FlashAttentionMetadata or None
@@ -143,7 +144,9 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
             return output
         self._refuse(attn_metadata)
         if self.attn_type in UNCACHED:
-            found = self._forward_encoder_attention(query, key, value, output, attn_metadata)
+            found = forward_encoder(self, query, key, value, output, attn_metadata)
+        elif attn_metadata.dcp_context_kv_lens is not None:
+            found = forward_dcp(self, layer, query, key, value, kv_cache, output, attn_metadata)
         else:
             found = self._forward_cached(layer, query, kv_cache, output, attn_metadata)
         return (output, found) if self.need_to_return_lse_for_decode else output
@@ -173,17 +176,17 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         if unwritten or key is None:
             return
         caches = split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
-        scales = (layer._k_scale, layer._v_scale) if self._fp8 else (1.0, 1.0)
+        scales = (layer._k_scale, layer._v_scale) if self.fp8 else (1.0, 1.0)
         reshape_and_cache_flash(key, value, *caches, slot_mapping, self.kv_cache_dtype, *scales)
 
     def _check_place(self, query: Array) -> None:
         """Refuse arrays that are not where this backend computes; here the arrays decide."""
 
     def _refuse(self, metadata: FlashAttentionMetadata) -> None:
-        if metadata.dcp_context_kv_lens is not None:
-            raise NotImplementedError(
-                "dcp_world_size > 1: attention over several ranks' caches is not available yet; "
-                "use dcp_world_size=1"
+        if metadata.dcp_context_kv_lens is not None and metadata.dcp_group is None:
+            raise ValueError(
+                "dcp_world_size > 1 without a dcp_group: give BackendConfig the communicator of "
+                "its ranks, or use dcp_world_size=1"
             )
         if metadata.use_cascade and self.need_to_return_lse_for_decode:
             raise NotImplementedError(
@@ -201,9 +204,9 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         """The LSE, where it is wanted."""
         caches = split_kv_cache(kv_cache, self.num_kv_heads, self.head_size)
         requests = step.seq_lens.shape[0]
-        scales = descale_arguments(layer, query, self._fp8, requests, self.num_kv_heads)
+        scales = descale_arguments(layer, query, self.fp8, requests, self.num_kv_heads)
         if step.use_cascade:
-            self._forward_cascade(query, caches, output, step, scales)
+            forward_cascade(self, query, caches, output, step, scales)
             return None
         tokens = slice(0, step.num_actual_tokens)
         found = flash_attn_varlen_func(
@@ -217,7 +220,7 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
             causal=step.causal,
             window_size=symmetrize_window(self.sliding_window, step.causal),
             softcap=self.logits_soft_cap,
-            alibi_slopes=self._slopes_for(query),
+            alibi_slopes=self.slopes_for(query),
             block_table=step.block_table,
             return_softmax_lse=self.need_to_return_lse_for_decode,
             out=output[tokens],
@@ -229,71 +232,7 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         )
         return found[1] if self.need_to_return_lse_for_decode else None
 
-    def _forward_cascade(
-        self,
-        query: Array,
-        caches: tuple[Array, Array],
-        output: Array,
-        step: FlashAttentionMetadata,
-        scales: dict[str, Any],
-    ) -> None:
-        tokens = slice(0, step.num_cascade_tokens)
-        cascade_attention(
-            output[tokens],
-            query[tokens],
-            *caches,
-            step.query_start_loc,
-            step.max_query_len,
-            step.cu_prefix_query_lens,
-            step.prefix_kv_lens,
-            step.suffix_kv_lens,
-            step.max_seq_len,
-            self.scale,
-            self._slopes_for(query),
-            self.sliding_window,
-            self.logits_soft_cap,
-            step.block_table,
-            step.common_prefix_len,
-            step.max_num_splits,
-            None,
-            step.prefix_scheduler_metadata,
-            step.scheduler_metadata,
-            s_aux=self.sinks,
-            **scales,
-        )
-
-    def _forward_encoder_attention(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        output: Array,
-        step: FlashAttentionMetadata,
-    ) -> Array:
-        """Own tokens both ways, without a cache; the LSE, where it is wanted."""
-        tokens = slice(0, step.num_actual_tokens)
-        found = flash_attn_varlen_func(
-            query[tokens],
-            key[tokens],
-            value[tokens],
-            step.max_query_len,
-            step.query_start_loc,
-            step.max_query_len,
-            step.query_start_loc,
-            softmax_scale=self.scale,
-            causal=False,
-            window_size=self.sliding_window,
-            softcap=self.logits_soft_cap,
-            alibi_slopes=self._slopes_for(query),
-            return_softmax_lse=self.need_to_return_lse_for_decode,
-            out=output[tokens],
-            num_splits=1 if step.batch_invariant else 0,
-            s_aux=self.sinks,
-            batch_invariant=step.batch_invariant,
-        )
-        return found[1] if self.need_to_return_lse_for_decode else None
-
-    def _slopes_for(self, query: Array) -> Array:
+    def slopes_for(self, query: Array) -> Array:
         """The ALiBi slopes as an array beside the query, made once a device."""
         if self.alibi_slopes is None or hasattr(self.alibi_slopes, "dtype"):
             return self.alibi_slopes

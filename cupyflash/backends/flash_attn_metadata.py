@@ -41,6 +41,8 @@ class FlashAttentionMetadata:
         Bound of ``dcp_context_kv_lens``; 0 = no request has a context.
     dcp_context_kv_lens : array [R], int32, optional
         Keys of each request's context on this context-parallel rank.
+    dcp_group : Communicator, optional
+    dcp_combine : str
     scheduler_metadata, prefix_scheduler_metadata : SchedulerMetadata, optional
         With cascade, the first is that of the suffix.
     max_num_splits : int
@@ -66,6 +68,8 @@ class FlashAttentionMetadata:
     suffix_kv_lens: Array = None
     max_dcp_context_kv_len: int | None = None
     dcp_context_kv_lens: Array = None
+    dcp_group: Any = None
+    dcp_combine: str = "a2a"
     scheduler_metadata: SchedulerMetadata | None = None
     prefix_scheduler_metadata: SchedulerMetadata | None = None
     max_num_splits: int = 0

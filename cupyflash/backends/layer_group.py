@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cupyflash.backend import BackendConfig
+from cupyflash.backend import AttentionType, BackendConfig
 
 from .window import UNCACHED
 
@@ -28,6 +28,9 @@ class LayerGroup:
         All layers read the same keys of the cache in the same way, so one schedule serves them.
     no_cascade : str
         Why they cannot read a shared prefix once; empty if they can.
+    sharded : bool
+        Their cache is dealt over the ranks of context parallelism. Layers that count positions
+        (windows, ALiBi) have all of it on every rank instead, and so do those without a cache.
     """
 
     num_heads_q: int
@@ -35,6 +38,7 @@ class LayerGroup:
     has_softcap: bool
     one_schedule: bool
     no_cascade: str
+    sharded: bool
 
     @classmethod
     def of(cls, layers: Sequence[Any], config: BackendConfig) -> LayerGroup:
@@ -43,7 +47,8 @@ class LayerGroup:
         Raises
         ------
         ValueError
-            No layers, or layers that differ in their number of heads.
+            No layers, layers that differ in their number of heads, or some whose cache is dealt
+            over ranks beside others.
         """
         heads = {layer.num_heads for layer in layers}
         if len(heads) != 1:
@@ -54,7 +59,12 @@ class LayerGroup:
         cached = not any(layer.attn_type in UNCACHED for layer in layers)
         window, softcap = layers[0].sliding_window, layers[0].logits_soft_cap > 0
         return cls(
-            heads.pop(), window, softcap, len(scored) == 1 and cached, _refusal(layers, config)
+            heads.pop(),
+            window,
+            softcap,
+            len(scored) == 1 and cached,
+            _refusal(layers, config),
+            _sharded(layers, config),
         )
 
 
@@ -71,3 +81,20 @@ def _refusal(layers: Sequence[Any], config: BackendConfig) -> str:
         if tuple(layer.sliding_window) != (-1, -1):
             return f"a layer has the window {tuple(layer.sliding_window)}"
     return ""
+
+
+def _sharded(layers: Sequence[Any], config: BackendConfig) -> bool:
+    if config.dcp_world_size == 1:
+        return False
+    whole = {
+        layer.attn_type is not AttentionType.DECODER
+        or layer.alibi_slopes is not None
+        or tuple(layer.sliding_window) != (-1, -1)
+        for layer in layers
+    }
+    if len(whole) > 1:
+        raise ValueError(
+            f"dcp_world_size={config.dcp_world_size}: layers with a window, ALiBi or an encoder "
+            "have their whole cache on every rank; put them into a group of their own"
+        )
+    return whole == {False}

@@ -1,0 +1,120 @@
+"""Attention of new tokens over themselves and over a context that lies on many ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.merge import merge_attn_states
+from cupyflash.runtime.arrays import array_module
+
+from .combine import combine_states
+from .communicator import Communicator
+from .heads import gather_heads
+
+__all__ = ["context_parallel_attention"]
+
+Array = Any  # NumPy or CuPy
+
+
+def context_parallel_attention(
+    group: Communicator,
+    q: Array,
+    k: Array,
+    v: Array,
+    key_cache: Array,
+    value_cache: Array,
+    *,
+    cu_seqlens_q: Array,
+    max_seqlen_q: int,
+    context_lens: Array,
+    max_context_len: int,
+    block_table: Array,
+    softmax_scale: float | None = None,
+    causal: bool = True,
+    softcap: float = 0.0,
+    s_aux: Array = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    fp8_dtype: str = "e4m3",
+    out: Array = None,
+    scheduler_metadata: Any = None,
+    num_splits: int = 0,
+    batch_invariant: bool = False,
+    combine: str = "a2a",
+) -> tuple[Array, Array]:
+    """Each request's new tokens over its context, dealt over ranks, and over themselves.
+
+    Every rank has the same requests and KV heads and query heads of its own. It attends to its
+    share of the context with the heads of all ranks, the states are merged where they were asked,
+    and the state of the new tokens over themselves joins. A sink belongs to that last one, so it
+    counts once. A step of new prompts, with no context on any rank, moves nothing.
+
+    Parameters
+    ----------
+    group : Communicator
+    q : array [total_q, Hq, D], float16, bfloat16, or float32 (NumPy only)
+        Of this rank's heads. Rows past ``cu_seqlens_q[-1]`` are padding.
+    k, v : array [total_q, Hk, D(v)]
+        Of the new tokens, in the type of q; all of them, on every rank.
+    key_cache, value_cache : array [num_blocks, block_size, Hk, D(v)]
+        This rank's share of the contexts; see `Sharding`.
+    cu_seqlens_q : array [batch + 1], int32
+    max_seqlen_q : int
+    context_lens : array [batch], int32
+        Tokens of each context on this rank.
+    max_context_len : int
+        Their bound on any rank, the same on all; 0 = no request has a context.
+    block_table : array [batch, max_blocks], int32
+    softmax_scale, causal, softcap, s_aux, k_descale, v_descale, fp8_dtype
+        As `flash_attn_varlen_func`; sinks of this rank's heads; descales of the cache.
+    out : array [total_q, Hq, Dv], optional
+        Where to write; padding rows are left as they are.
+    scheduler_metadata : SchedulerMetadata, optional
+        Of the pass over the context, with ``size * Hq`` query heads and no mask.
+    num_splits : int
+        Of the same pass.
+    batch_invariant : bool
+    combine : {"a2a", "ag_rs"}
+        See `combine_states`.
+
+    Returns
+    -------
+    out : array [total_q, Hq, Dv]
+    lse : array [Hq, total_q], float32
+        0 in padding rows.
+
+    Raises
+    ------
+    TypeError, ValueError, NotImplementedError
+        As `flash_attn_varlen_func`, or ``combine``.
+    """
+    xp, (tokens, heads, _) = array_module(q), q.shape
+    shared: dict[str, Any] = {
+        "softmax_scale": softmax_scale, "softcap": softcap, "batch_invariant": batch_invariant,
+    }  # fmt: skip
+    if out is None:
+        out = xp.empty((*q.shape[:2], v.shape[-1]), q.dtype)
+    # A finite LSE in padding rows lets them pass through the merge as they are.
+    lse = xp.zeros((heads, tokens), np.float32)
+    flash_attn_varlen_func(
+        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q, causal=causal,
+        s_aux=s_aux, out=out, lse=lse, num_splits=1 if batch_invariant else 0, **shared,
+    )  # fmt: skip
+    if max_context_len == 0:
+        return out, lse
+    kv_heads = key_cache.shape[2]
+    asked = q if group.size == 1 else gather_heads(group.all_gather(q), kv_heads)
+    context = xp.empty((*asked.shape[:2], out.shape[-1]), out.dtype)
+    context_lse = xp.full(asked.shape[1::-1], -np.inf, np.float32)
+    flash_attn_varlen_func(
+        asked, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_context_len,
+        seqused_k=context_lens, block_table=block_table, out=context, lse=context_lse,
+        k_descale=k_descale, v_descale=v_descale, fp8_dtype=fp8_dtype,
+        scheduler_metadata=scheduler_metadata, num_splits=num_splits, **shared,
+    )  # fmt: skip
+    own, own_lse = combine_states(group, context, context_lse, kv_heads, combine)
+    merge_attn_states(out, own, own_lse, out, lse, lse)
+    return out, lse

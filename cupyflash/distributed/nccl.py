@@ -1,0 +1,211 @@
+"""Collectives on this rank's GPU over NCCL, through CuPy."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .communicator import DisagreementError, RankLostError
+
+__all__ = ["NcclCommunicator"]
+
+Array = Any  # CuPy
+
+_PAUSE = 2e-5  # seconds between looks at what has come
+
+
+class NcclCommunicator:
+    """The ranks of an NCCL communicator, one GPU each.
+
+    Collectives are queued on the current stream and can be captured. Arrays move as bytes, so any
+    dtype will do; sums are of float32.
+
+    Parameters
+    ----------
+    comm : cupy.cuda.nccl.NcclCommunicator
+        As the host has it; see `create`, `from_mpi` and `spawn` for others.
+    timeout : float
+        Seconds that `agree` waits for the other ranks.
+
+    Raises
+    ------
+    ImportError
+        CuPy finds no NCCL.
+    """
+
+    def __init__(self, comm: Any, timeout: float = 60.0) -> None:
+        self._nccl, self.comm, self.timeout = load_nccl(), comm, timeout
+        self._rank, self._size = int(comm.rank_id()), int(comm.size())
+        import cupy
+
+        self._cp = cupy
+        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._seen = cupy.zeros((self._size, 4), np.int64)
+
+    @classmethod
+    def create(
+        cls, size: int, unique_id: tuple[int, ...], rank: int, timeout: float = 60.0
+    ) -> NcclCommunicator:
+        """Join a group of ``size`` ranks on the current device.
+
+        Parameters
+        ----------
+        size, rank : int
+        unique_id : tuple
+            `cupy.cuda.nccl.get_unique_id()` of one of the ranks.
+        timeout : float
+            Seconds to wait for the others, here too.
+
+        Raises
+        ------
+        RankLostError
+            Not all ranks came.
+        """
+        nccl = load_nccl()
+        comm = _within(timeout, lambda: nccl.NcclCommunicator(size, unique_id, rank))
+        return cls(comm, timeout)
+
+    @classmethod
+    def from_mpi(cls, comm: Any = None, timeout: float = 60.0) -> NcclCommunicator:
+        """A group of the ranks of an MPI communicator (``MPI.COMM_WORLD`` if None)."""
+        from mpi4py import MPI
+
+        world = MPI.COMM_WORLD if comm is None else comm
+        own = load_nccl().get_unique_id() if world.Get_rank() == 0 else None
+        return cls.create(world.Get_size(), world.bcast(own), world.Get_rank(), timeout)
+
+    @property
+    def rank(self) -> int:
+        return self._rank
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def all_gather(self, send: Array) -> Array:
+        send = self._contiguous(send)
+        found = self._cp.empty((self.size, *send.shape), send.dtype)
+        self.comm.allGather(
+            send.data.ptr, found.data.ptr, send.nbytes, self._nccl.NCCL_UINT8, self._current()
+        )
+        return found
+
+    def all_to_all(self, sends: Sequence[Array]) -> list[Array]:
+        pairs = []
+        for send in sends:
+            if send.ndim < 1 or send.shape[0] != self.size:
+                raise ValueError(f"send has shape {send.shape}; its first axis must be {self.size}")
+            send = self._contiguous(send)
+            pairs.append((send, self._cp.empty_like(send)))
+        stream, kind = self._current(), self._nccl.NCCL_UINT8
+        self._nccl.groupStart()
+        try:
+            for send, found in pairs:
+                row = send.nbytes // self.size
+                for peer in range(self.size if row else 0):
+                    self.comm.send(send.data.ptr + peer * row, row, kind, peer, stream)
+                    self.comm.recv(found.data.ptr + peer * row, row, kind, peer, stream)
+        finally:
+            self._nccl.groupEnd()
+        return [found for _, found in pairs]
+
+    def reduce_scatter(self, send: Array) -> Array:
+        if send.dtype != np.float32:
+            raise TypeError(f"send is {send.dtype}; sums over ranks are of float32")
+        send = self._contiguous(send)
+        found = self._cp.empty(send.shape[1:], np.float32)
+        self.comm.reduceScatter(
+            send.data.ptr, found.data.ptr, found.size, self._nccl.NCCL_FLOAT32,
+            self._nccl.NCCL_SUM, self._current(),
+        )  # fmt: skip
+        return found
+
+    def agree(self, what: str, state: bytes) -> None:
+        digest = hashlib.blake2b(what.encode() + b"\0" + state, digest_size=32).digest()
+        own = np.frombuffer(digest, np.int64)
+        with self._stream:
+            mine = self._cp.asarray(own)
+            self.comm.allGather(
+                mine.data.ptr, self._seen.data.ptr, mine.nbytes, self._nccl.NCCL_UINT8,
+                self._stream.ptr,
+            )  # fmt: skip
+            done = self._stream.record()
+            self._wait(done)
+            seen = self._seen.get()
+        differ = [rank for rank in range(self.size) if (seen[rank] != own).any()]
+        if differ:
+            raise DisagreementError(
+                f"{what} of rank {self.rank} is not that of ranks {differ}; all ranks must run the "
+                "same step"
+            )
+
+    def abort(self, reason: str = "") -> None:
+        """Stop this rank's collectives; the others notice by their timeout."""
+        self.comm.abort()
+
+    def _wait(self, event: Any) -> None:
+        end = time.monotonic() + self.timeout
+        while not event.done:
+            self.comm.check_async_error()
+            if time.monotonic() > end:
+                self.abort()
+                raise RankLostError(
+                    f"rank {self.rank} waited {self.timeout:g} s for the other ranks of an NCCL "
+                    f"group of {self.size}"
+                )
+            time.sleep(_PAUSE)
+
+    def _contiguous(self, array: Array) -> Array:
+        if isinstance(array, np.ndarray):
+            raise TypeError(
+                "send is a NumPy array; NCCL moves arrays of a GPU, use MpiCommunicator for these"
+            )
+        return self._cp.ascontiguousarray(array)
+
+    def _current(self) -> int:
+        return int(self._cp.cuda.get_current_stream().ptr)
+
+
+def load_nccl() -> Any:
+    """CuPy's NCCL module.
+
+    Raises
+    ------
+    ImportError
+        NCCL is missing; says what to install.
+    """
+    from cupy.cuda import nccl
+
+    if not nccl.available:
+        raise ImportError("CuPy finds no NCCL; run: pip install cupyflash[nccl]")
+    return nccl
+
+
+def _within(timeout: float, join: Callable[[], Any]) -> Any:
+    """What ``join`` returns; joining blocks in NCCL, so it is waited for from outside."""
+    import cupy
+
+    device = cupy.cuda.Device().id
+    found: list[tuple[Any, Exception | None]] = []
+
+    def run() -> None:
+        try:
+            with cupy.cuda.Device(device):
+                found.append((join(), None))
+        except Exception as error:
+            found.append((None, error))
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not found:
+        raise RankLostError(f"not all ranks joined the NCCL group within {timeout:g} s")
+    comm, error = found[0]
+    if error is not None:
+        raise error
+    return comm

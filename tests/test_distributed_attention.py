@@ -1,0 +1,108 @@
+"""Attention over contexts on many ranks has the answer of one pass over all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from ranks import Case, Step, run_step, run_steps
+
+from cupyflash.distributed.local import run_processes, run_threads
+
+SIZES = (1, 2, 3, 4, 8)
+TYPES = (*(("fp32", "auto"), ("fp16", "auto"), ("bf16", "auto"), ("bf16", "fp8"), ("fp16", "fp8")),)
+
+
+def check(case, size, results):
+    step = Step(case, size)
+    for rank, (out, lse) in enumerate(results):
+        step.check(rank, out, lse)
+
+
+@st.composite
+def drawn(draw):
+    lengths = draw(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(0, 90)), min_size=1, max_size=4)
+    )
+    dtype, kv_cache_dtype = draw(st.sampled_from(TYPES))
+    block_size = draw(st.sampled_from([4, 16]))
+    return Case(
+        tuple(lengths),
+        num_kv_heads=draw(st.sampled_from([1, 2])),
+        group_size=draw(st.sampled_from([1, 3])),
+        block_size=block_size,
+        interleave=draw(st.sampled_from([1, 2, 4, block_size])),
+        dtype=dtype,
+        kv_cache_dtype=kv_cache_dtype,
+        causal=draw(st.booleans()),
+        softcap=draw(st.sampled_from([0.0, 5.0])),
+        sink=draw(st.booleans()),
+        combine=draw(st.sampled_from(["a2a", "ag_rs"])),
+        padding=draw(st.integers(0, 2)),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@given(case=drawn(), size=st.sampled_from(SIZES))
+def test_any_step_on_ranks_is_one_pass(case, size):
+    assume(sum(q for q, _ in case.lengths))
+    check(case, size, run_threads(run_step, size, case))
+
+
+LITERAL = [
+    Case(interleave=every, combine=combine, dtype=dtype, sink=True, num_kv_heads=2, padding=1)
+    for every, combine, dtype in ((1, "a2a", "fp32"), (4, "ag_rs", "bf16"), (16, "a2a", "fp16"))
+]
+# One token of context: every rank but one has an empty share.
+LITERAL.append(Case(((1, 1), (2, 3), (1, 0)), sink=True))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ranks_as_processes(size):
+    results = run_processes(run_steps, size, LITERAL, timeout=60.0)
+    for case, found in zip(LITERAL, zip(*results, strict=True), strict=True):
+        check(case, size, found)
+
+
+@pytest.mark.parametrize("combine", ["a2a", "ag_rs"])
+def test_the_same_bits_twice(combine):
+    case = Case(dtype="bf16", combine=combine)
+    one, two = (run_threads(run_step, 4, case) for _ in range(2))
+    for (out, lse), (again, lse_again) in zip(one, two, strict=True):
+        assert out.tobytes() == again.tobytes()
+        assert lse.tobytes() == lse_again.tobytes()
+
+
+@pytest.mark.parametrize(
+    "changes", [{"causal": False}, {"seed": 1}, {"sink": False}, {"softcap": 3.0}]
+)
+def test_the_comparison_notices_another_step(changes):
+    case = Case(sink=True)
+    found = run_threads(run_step, 3, case)
+    with pytest.raises(AssertionError):
+        check(replace(case, **changes), 3, found)
+
+
+def sent_without_context(group, case):
+    run_step(group, case)
+    return group.sent
+
+
+def test_new_prompts_move_nothing():
+    case = Case(((5, 0), (2, 0)))
+    assert run_threads(sent_without_context, 4, case) == [[]] * 4
+
+
+@settings(max_examples=10)
+@given(size=st.sampled_from([2, 3]), seed=st.integers(0, 99))
+def test_a_sink_counts_once(size, seed):
+    """Without any visible weight beside it the LSE is the sink, not the sink of each rank."""
+    case = Case(((1, 30),), sink=True, seed=seed)
+    for rank, (_, lse) in enumerate(run_threads(run_step, size, case)):
+        _, sinks = Step(case, size).own(rank)
+        assert (lse[:, 0] >= sinks).all()
+        right = Step(case, size).expected(rank).lse
+        np.testing.assert_allclose(lse[:, 0], right[:, 0], rtol=1e-5)
