@@ -33,7 +33,10 @@ def support() -> str:
         ["q", *(", ".join(t.name for t in r.q_types) for r in SUPPORT)],
         ["k, v", *(", ".join(t.name for t in r.kv_types) for r in SUPPORT)],
         ["head sizes of q and k, 16 bit", *(_sizes(r, r.head_dim_step) for r in SUPPORT)],
-        ["head sizes of q and k, 8 bit", *(_sizes(r, r.head_dim_step_8bit) for r in SUPPORT)],
+        [
+            "head sizes of q and k, 8 bit",
+            *(_sizes(r, r.head_dim_step_8bit) if _8_bit(r) else "-" for r in SUPPORT),
+        ],
         [
             "head sizes of v, up to",
             *(str(r.largest_head_dim_v or r.largest_head_dim) for r in SUPPORT),
@@ -47,6 +50,10 @@ def support() -> str:
 
 def _yes(value: bool) -> str:
     return "yes" if value else "no"
+
+
+def _8_bit(row: Row) -> bool:
+    return any(kind.is_fp8 for kind in (*row.q_types, *row.kv_types))
 
 
 def _capabilities(row: Row) -> str:

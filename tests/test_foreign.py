@@ -12,7 +12,7 @@ from batches import arguments, random_batch, run
 import cupyflash as cf
 from cupyflash.runtime import cupy_device as devices
 from cupyflash.runtime import foreign
-from cupyflash.runtime.foreign import adopt, is_array
+from cupyflash.runtime.foreign import Consumer, adopt, is_array
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -122,7 +122,7 @@ def test_bfloat16_of_a_library_that_numpy_cannot_read_by_dlpack():
             return self.array
 
     array = np.ones((2, 3), BF16)
-    assert adopt(Jax(array), "q") is array
+    assert adopt(Jax(array), "q", Consumer()) is array
 
 
 def test_what_cannot_be_exchanged_says_how_else():
@@ -137,7 +137,14 @@ def test_what_cannot_be_exchanged_says_how_else():
 
     for words in ("q", "torch.bfloat16", "uint16", "fp8_dtype"):
         with pytest.raises(TypeError, match=words):
-            adopt(Torch(np.ones(2, np.float16)), "q")
+            adopt(Torch(np.ones(2, np.float16)), "q", Consumer())
+
+
+def test_the_stream_is_looked_up_once_a_call(device):
+    consumer = Consumer()
+    for _ in range(3):
+        adopt(OnGpu(), "q", consumer)
+    assert (device.looked, len(device.taken)) == (1, 3)
 
 
 def test_other_devices_are_refused():
@@ -146,9 +153,9 @@ def test_other_devices_are_refused():
             return 10, 0
 
     with pytest.raises(TypeError, match="q is on DLPack device type 10; use a CUDA or a CPU array"):
-        adopt(Rocm(np.ones(2)), "q")
+        adopt(Rocm(np.ones(2)), "q", Consumer())
     with pytest.raises(TypeError, match="q is list"):
-        adopt([1.0], "q")
+        adopt([1.0], "q", Consumer())
 
 
 def test_what_is_an_array():
@@ -163,9 +170,10 @@ class Gpu:
     """A device whose streams only say what was asked of them; and CuPy, as far as it is used."""
 
     def __init__(self, capturing=()):
-        self.capturing, self.ordered, self.taken = capturing, [], []
+        self.capturing, self.ordered, self.taken, self.looked = capturing, [], [], 0
 
     def current_stream(self):
+        self.looked += 1
         return 0
 
     def is_capturing(self, stream):
@@ -207,7 +215,7 @@ STREAMS = [(None, 1), (0, 1), (77, 77), (SimpleNamespace(ptr=5), 5)]
 
 @pytest.mark.parametrize(("stream", "told"), STREAMS)
 def test_an_exporter_is_told_the_stream_of_the_call(device, stream, told):
-    assert adopt(OnGpu(), "q", stream) == "array"
+    assert adopt(OnGpu(), "q", Consumer(stream)) == "array"
     assert device.taken == [(2, 1, told)]
 
 
@@ -215,9 +223,9 @@ def test_an_exporter_is_told_the_stream_of_the_call(device, stream, told):
 def test_nothing_is_ordered_while_the_stream_is_captured(device, library, told):
     device.capturing = (77,)
     exporter = type("Array", (OnGpu,), {"__module__": library})()
-    adopt(exporter, "q", 77)
+    adopt(exporter, "q", Consumer(77))
     assert device.taken == [(2, 1, told)]
-    adopt(interface_of(5), "q", 77)
+    adopt(interface_of(5), "q", Consumer(77))
     assert device.ordered == []
 
 
@@ -231,16 +239,16 @@ def interface_of(stream, read_only=False):
     [(None, 77, []), (77, 77, []), (1, None, []), (5, 77, [(5, 77)]), (5, None, [(5, 1)])],
 )
 def test_streams_of_the_array_interface_are_ordered_on_the_device(device, theirs, ours, ordered):
-    adopt(interface_of(theirs), "q", ours)
+    adopt(interface_of(theirs), "q", Consumer(ours))
     assert device.ordered == ordered
     assert device.taken[0]["stream"] is None  # CuPy would wait for it on the host
     assert device.taken[0]["data"] == (256, False)
 
 
 def test_memory_that_is_read_only_is_read_and_not_written(device):
-    adopt(interface_of(None, read_only=True), "q")
+    adopt(interface_of(None, read_only=True), "q", Consumer())
     with pytest.raises(ValueError, match=r"out is written.*read-only"):
-        adopt(interface_of(None, read_only=True), "out")
+        adopt(interface_of(None, read_only=True), "out", Consumer())
 
 
 def test_a_library_that_refuses_is_quoted(device):
@@ -249,10 +257,11 @@ def test_a_library_that_refuses_is_quoted(device):
             raise BufferError("Can't export tensors that require gradient")
 
     with pytest.raises(TypeError, match=r"k \(NeedsGradient, \?\).*require gradient"):
-        adopt(NeedsGradient(), "k")
+        adopt(NeedsGradient(), "k", Consumer())
 
 
 def test_a_foreign_workspace_is_used_and_checked():
+    pytest.importorskip("cupy")  # its NVRTC
     from emulator import emulated
 
     with emulated("sm_80"):

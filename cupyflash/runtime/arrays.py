@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .device import active_device
-from .foreign import adopt
+from .foreign import Consumer, adopt
 
 __all__ = [
     "ArraySpec",
@@ -88,7 +88,7 @@ def as_array(value: Any, name: str, stream: Any = None) -> Any:
         return value.view(np.ndarray)
     if type(value).__module__.partition(".")[0] == "cupy":
         return value
-    return adopt(value, name, stream)
+    return adopt(value, name, stream if type(stream) is Consumer else Consumer(stream))
 
 
 def array_module(array: Any) -> Any:
@@ -144,8 +144,9 @@ def place(
     if kinds == {np.ndarray}:
         return arrays, active_device() is None
     if len(kinds) != 1 or kinds.pop().__module__ != "cupy":
+        consumer = Consumer(stream)
         arrays = [
-            a if a is None else as_array(a, n, stream) for n, a in zip(names, arrays, strict=True)
+            a if a is None else as_array(a, n, consumer) for n, a in zip(names, arrays, strict=True)
         ]
         _check_one_side(names, arrays)
         if isinstance(next(a for a in arrays if a is not None), np.ndarray):

@@ -16,7 +16,7 @@ from .cupy_import import load_cupy
 if TYPE_CHECKING:
     from .cupy_device import CuPyDevice
 
-__all__ = ["adopt", "is_array"]
+__all__ = ["Consumer", "adopt", "is_array"]
 
 _CPU, _CUDA, _CUDA_MANAGED = 1, 2, 13
 _NO_WAIT = -1  # as DLPack and the array interface number streams: 1 legacy, 2 per thread
@@ -33,7 +33,39 @@ def is_array(value: Any) -> bool:
     )
 
 
-def adopt(value: Any, name: str, stream: Any = None) -> Any:
+class Consumer:
+    """Where the arrays of one call will be used.
+
+    Parameters
+    ----------
+    stream : int or stream, optional
+        The current stream of their device if None.
+    """
+
+    __slots__ = ("_found", "_stream")
+
+    def __init__(self, stream: Any = None) -> None:
+        self._stream = stream
+        self._found: dict[int, tuple[CuPyDevice, int]] = {}
+
+    def on(self, ordinal: int) -> tuple[CuPyDevice, int]:
+        """A device, and its stream as DLPack numbers streams; `_NO_WAIT` while it is captured."""
+        found = self._found.get(ordinal)
+        if found is None:
+            found = self._found[ordinal] = self._look(ordinal)
+        return found
+
+    def _look(self, ordinal: int) -> tuple[CuPyDevice, int]:
+        from .cupy_device import cupy_device
+        from .launch import stream_handle
+
+        device, handle = cupy_device(ordinal), stream_handle(self._stream)
+        if handle is None:
+            handle = device.current_stream()
+        return device, _NO_WAIT if device.is_capturing(handle) else handle or 1
+
+
+def adopt(value: Any, name: str, consumer: Consumer) -> Any:
     """A NumPy or CuPy array over the memory of another library's array.
 
     Parameters
@@ -41,8 +73,7 @@ def adopt(value: Any, name: str, stream: Any = None) -> Any:
     value : object with DLPack or ``__cuda_array_interface__``
     name : str
         The argument, for messages.
-    stream : int or stream, optional
-        Where it will be used; the current stream of its device if None.
+    consumer : Consumer
 
     Returns
     -------
@@ -57,16 +88,18 @@ def adopt(value: Any, name: str, stream: Any = None) -> Any:
         It will be written, and is read-only.
     """
     if hasattr(value, "__dlpack_device__"):
-        kind, ordinal = map(int, value.__dlpack_device__())
+        kind, ordinal = value.__dlpack_device__()
         if kind == _CPU:
             return _on_cpu(value, name)
         if kind not in (_CUDA, _CUDA_MANAGED):
-            raise TypeError(f"{name} is on DLPack device type {kind}; use a CUDA or a CPU array")
+            raise TypeError(
+                f"{name} is on DLPack device type {int(kind)}; use a CUDA or a CPU array"
+            )
         _refuse_read_only(value, name)
-        return _by_dlpack(value, name, kind, ordinal, stream)
+        return _by_dlpack(value, name, (int(kind), ordinal), consumer.on(ordinal)[1])
     if hasattr(value, "__cuda_array_interface__"):
         _refuse_read_only(value, name)
-        return _by_interface(value, name, stream)
+        return _by_interface(value, name, consumer)
     raise TypeError(
         f"{name} is {type(value).__name__}; pass a NumPy or CuPy array, or one with DLPack or "
         "__cuda_array_interface__"
@@ -108,11 +141,9 @@ class _Exported:
         return self._value.__dlpack__(stream=self._stream)
 
 
-def _by_dlpack(value: Any, name: str, kind: int, ordinal: int, stream: Any) -> Any:
-    _, consumer = _consumer(ordinal, stream)
-    exported = _Exported(value, (kind, ordinal), consumer)
+def _by_dlpack(value: Any, name: str, device: tuple[int, int], stream: int) -> Any:
     try:
-        return load_cupy().from_dlpack(exported)
+        return load_cupy().from_dlpack(_Exported(value, device, stream))
     except (RuntimeError, BufferError, TypeError, ValueError) as error:
         raise _not_exchanged(value, name, error) from error
 
@@ -125,7 +156,7 @@ class _Interface:
         self.__cuda_array_interface__ = {**interface, "stream": None}
 
 
-def _by_interface(value: Any, name: str, stream: Any) -> Any:
+def _by_interface(value: Any, name: str, consumer: Consumer) -> Any:
     interface = value.__cuda_array_interface__
     try:
         array = load_cupy().asarray(_Interface(value, interface))
@@ -133,21 +164,10 @@ def _by_interface(value: Any, name: str, stream: Any) -> Any:
         raise _not_exchanged(value, name, error) from error
     producer = interface.get("stream")
     if producer is not None:
-        device, consumer = _consumer(array.data.device_id, stream)
-        if consumer not in (_NO_WAIT, producer):
-            device.order(producer, consumer)
+        device, stream = consumer.on(array.data.device_id)
+        if stream not in (_NO_WAIT, producer):
+            device.order(producer, stream)
     return array
-
-
-def _consumer(ordinal: int, stream: Any) -> tuple[CuPyDevice, int]:
-    """The device, and its stream as DLPack numbers streams; `_NO_WAIT` while it is captured."""
-    from .cupy_device import cupy_device
-    from .launch import stream_handle
-
-    device, handle = cupy_device(ordinal), stream_handle(stream)
-    if handle is None:
-        handle = device.current_stream()
-    return device, _NO_WAIT if device.is_capturing(handle) else handle or 1
 
 
 def _refuse_read_only(value: Any, name: str) -> None:
