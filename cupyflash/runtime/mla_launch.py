@@ -68,7 +68,7 @@ def pack_latent(call: Call, device: Device) -> bytes:
     """The `LatentParams` of a call."""
     q_v = call.arrays.q_v
     start, (token, head, _) = device.pointer(q_v), q_v.strides
-    return LATENT_PARAMS.pack(start, token, head, (start | token | head) % _WIDE == 0, 0)
+    return LATENT_PARAMS.pack(start, token, head, (start | token | head) % _WIDE == 0, 0, 0, 0)
 
 
 def _queue(

@@ -23,6 +23,8 @@ LATENT_PARAMS = ParamsLayout(
     ("token_stride", "i64"),
     ("head_stride", "i64"),
     ("vectorised", "i32"),
+    ("box_keys", "i32"),
+    ("outside_page", "i32"),
     ("unused", "i32"),
 )
 """The layout of ``core/latent_params.cuh``."""

@@ -63,7 +63,8 @@ __device__ __forceinline__ void take_registers() {
 }
 
 // d[64, n] (+)= a[64, 16] * b[16, n] in float32; `keep` 0 overwrites d. Both operands of `shared`
-// have their rows along k; `registers` takes a from registers, and b with its rows along n.
+// have their rows along k; `registers` takes a from registers, and b with its rows along n. So does
+// `shared_columns` with b, while `registers_rows` takes it with its rows along k.
 template <int kN>
 struct Wgmma;
 
@@ -114,14 +115,14 @@ struct Wgmma;
   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" d "}, " operands \
   ", keep, 1, 1, " layout ";\n\t}"
 
-#define WGMMA_SHARED(n, c, type, a, b, k) \
-  asm volatile(WGMMA_TEXT(n, type, WGMMA_D##c, k, "%" #a ", %" #b, "0, 0") \
+#define WGMMA_SHARED(n, c, type, a, b, k, columns) \
+  asm volatile(WGMMA_TEXT(n, type, WGMMA_D##c, k, "%" #a ", %" #b, "0, " columns) \
                : WGMMA_OUT##c \
                : "l"(left), "l"(right), "r"(keep))
 
-#define WGMMA_REGISTERS(n, c, type, a0, a1, a2, a3, b, k) \
+#define WGMMA_REGISTERS(n, c, type, a0, a1, a2, a3, b, k, columns) \
   asm volatile(WGMMA_TEXT(n, type, WGMMA_D##c, k, \
-                          "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b, "1") \
+                          "{%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b, columns) \
                : WGMMA_OUT##c \
                : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keep))
 
@@ -132,18 +133,36 @@ struct Wgmma;
     template <ScalarType kType> \
     __device__ __forceinline__ static void shared(float (&d)[c], u64 left, u64 right, int keep) { \
       if constexpr (kType == kBf16) { \
-        WGMMA_SHARED(n, c, "bf16", i0, i1, i2); \
+        WGMMA_SHARED(n, c, "bf16", i0, i1, i2, "0"); \
       } else { \
-        WGMMA_SHARED(n, c, "f16", i0, i1, i2); \
+        WGMMA_SHARED(n, c, "f16", i0, i1, i2, "0"); \
+      } \
+    } \
+    template <ScalarType kType> \
+    __device__ __forceinline__ static void shared_columns(float (&d)[c], u64 left, u64 right, \
+                                                          int keep) { \
+      if constexpr (kType == kBf16) { \
+        WGMMA_SHARED(n, c, "bf16", i0, i1, i2, "1"); \
+      } else { \
+        WGMMA_SHARED(n, c, "f16", i0, i1, i2, "1"); \
       } \
     } \
     template <ScalarType kType> \
     __device__ __forceinline__ static void registers(float (&d)[c], const u32 (&left)[4], \
                                                      u64 right, int keep) { \
       if constexpr (kType == kBf16) { \
-        WGMMA_REGISTERS(n, c, "bf16", i0, i1, i2, i3, i4, i5); \
+        WGMMA_REGISTERS(n, c, "bf16", i0, i1, i2, i3, i4, i5, "1"); \
       } else { \
-        WGMMA_REGISTERS(n, c, "f16", i0, i1, i2, i3, i4, i5); \
+        WGMMA_REGISTERS(n, c, "f16", i0, i1, i2, i3, i4, i5, "1"); \
+      } \
+    } \
+    template <ScalarType kType> \
+    __device__ __forceinline__ static void registers_rows(float (&d)[c], const u32 (&left)[4], \
+                                                          u64 right, int keep) { \
+      if constexpr (kType == kBf16) { \
+        WGMMA_REGISTERS(n, c, "bf16", i0, i1, i2, i3, i4, i5, "0"); \
+      } else { \
+        WGMMA_REGISTERS(n, c, "f16", i0, i1, i2, i3, i4, i5, "0"); \
       } \
     } \
   };

@@ -7,6 +7,8 @@
 struct LatentParams {
   const char *q_v;  // [total_q, heads_q, head_dim_v]
   i64 token_stride, head_stride;
-  i32 vectorised;  // pointer and strides allow loads of 8 elements
+  i32 vectorised;    // pointer and strides allow loads of 8 elements
+  i32 box_keys;      // of a TMA box; 0 where none is used
+  i32 outside_page;  // a block past the last one
   i32 unused;
 };

@@ -8,23 +8,19 @@
 
 #include "arch/mma_sm80.cuh"
 #include "block/epilogue.cuh"
-#include "block/page_table.cuh"
 #include "block/softmax.cuh"
-#include "core/latent_params.cuh"
+#include "mainloop/latent_rows.cuh"
 
 constexpr int kLatentThreads = 256;
-constexpr int kLatentDim = 512, kRopeDim = 64;
 
 template <class V>
 struct Latent {
-  static constexpr int kDim = kLatentDim + kRopeDim, kChunks = kDim / 8;
-  static constexpr int kLatentChunks = kLatentDim / 8;
   static constexpr int kRowTiles = V::kRowTiles, kRows = 16 * kRowTiles;
   static constexpr int kKeys = V::kKeys, kStages = V::kStages;
   static constexpr int kWarps = kLatentThreads / 32;
   static constexpr int kKeyGroups = kKeys / 16;           // of warps
   static constexpr int kDepths = kWarps / kKeyGroups;     // warps that share 16 keys
-  static constexpr int kSteps = kDim / 16 / kDepths;      // of products along a row, a warp
+  static constexpr int kSteps = kRowDim / 16 / kDepths;      // of products along a row, a warp
   static constexpr int kChains = kRowTiles == 1 ? 2 : 1;  // sums side by side: latency
   static constexpr int kOutTiles = kLatentDim / 8 / kWarps;
   static constexpr int kWarpKeys = kKeys / kWarps;        // rows of the cache that a warp copies
@@ -32,12 +28,12 @@ struct Latent {
   static constexpr int kLanes = kKeys / 2, kSideBySide = 32 / kLanes;
   static constexpr int kFolds = kRows / kWarps / kSideBySide;  // rows of a lane
 
-  static constexpr int kStageBytes = kKeys * kDim * 2;
+  static constexpr int kStageBytes = kKeys * kRowDim * 2;
   static constexpr int kScoreStride = kKeys + 8;  // floats: no two rows in the same banks
   static constexpr int kScoresAt = kStages * kStageBytes;
   static constexpr int kFactorsAt = kScoresAt + kDepths * kRows * kScoreStride * 4;
   static constexpr int kBytes = kFactorsAt + kRows * 8;
-  static_assert(kSteps * kDepths * 16 == kDim && kDepths <= 4, "steps are dealt in turn");
+  static_assert(kSteps * kDepths * 16 == kRowDim && kDepths <= 4, "steps are dealt in turn");
   static_assert(kRows <= kKeys, "queries pass through a stage");
   static_assert(kBytes == V::kSharedBytes, "the host asks for another amount of shared memory");
 
@@ -60,10 +56,6 @@ struct Latent {
                                     const Segment &s, char *smem)
       : p(p), d(d), s(s), smem(smem) {}
 
-  // A chunk of 8 elements in a tile, permuted within its row against bank conflicts.
-  __device__ __forceinline__ static u32 chunk_at(int row, int chunk) {
-    return static_cast<u32>(row * kChunks + (chunk ^ (row & 7))) * 16;
-  }
   __device__ __forceinline__ char *stage_at(int stage) const { return smem + stage * kStageBytes; }
   __device__ __forceinline__ float *scores_at(int part, int row) const {
     return reinterpret_cast<float *>(smem + kScoresAt) + (part * kRows + row) * kScoreStride;
@@ -78,12 +70,6 @@ struct Latent {
   }
 
   // ---- loads
-
-  __device__ __forceinline__ static void load_elements(const char *from, u32 (&word)[4]) {
-    const u16 *element = reinterpret_cast<const u16 *>(from);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) word[j] = element[2 * j] | element[2 * j + 1] << 16;
-  }
 
   __device__ __forceinline__ static void copy_chunk(u32 to, const char *from, bool inside,
                                                     bool vectorised) {
@@ -101,67 +87,36 @@ struct Latent {
     return tile * kKeys + warp * kWarpKeys + lane % kWarpKeys;
   }
 
-  __device__ __forceinline__ KeySlot slot_of(int tile) const {
-    return find_slot(p, s, key_of_lane(tile));
+  __device__ __forceinline__ LatentSlot slot_of(int tile) const {
+    return find_latent(p, s, key_of_lane(tile));
   }
 
-  __device__ __forceinline__ void load_tile(int tile, int stage, KeySlot slot) const {
-    const int key = key_of_lane(tile);
-    KeyRow row = {{kNoRow, kNoRow}};
-    if (key >= s.kv_begin && key < s.kv_end) row = locate(p, slot);
+  __device__ __forceinline__ void load_tile(int tile, int stage, LatentSlot at) const {
+    const bool mine = is_inside(s, key_of_lane(tile));
+    const i64 k_row = at.block * p.k_block_stride + at.slot * p.k_token_stride;
+    const i64 v_row = at.block * p.v_block_stride + at.slot * p.v_token_stride;
+    const u32 lanes = __ballot_sync(0xffffffffu, mine);  // whose keys there are
     const char *const latent = p.v + s.kv_head * p.v_head_stride;
     const char *const rope = p.k + s.kv_head * p.k_head_stride;
     const u32 to = shared_address(stage_at(stage));
 #pragma unroll
     for (int r = 0; r < kWarpKeys; ++r) {
-      const i64 offset = __shfl_sync(0xffffffffu, row.at[1], r);
+      const i64 offset = __shfl_sync(0xffffffffu, v_row, r);
 #pragma unroll
       for (int i = 0; i < kLatentChunks / 32; ++i) {
         const int chunk = i * 32 + lane;
-        const bool inside = offset != kNoRow && chunk * 8 < p.head_dim_v;
-        copy_chunk(to + chunk_at(warp * kWarpKeys + r, chunk),
+        const bool inside = (lanes >> r & 1u) && chunk * 8 < p.head_dim_v;
+        copy_chunk(to + latent_chunk_at(warp * kWarpKeys + r, chunk),
                    latent + (inside ? offset + chunk * 16 : 0), inside, p.v_vectorised);
       }
     }
 #pragma unroll
     for (int i = 0; i < kWarpKeys / 4; ++i) {
       const int r = i * 4 + lane / 8, chunk = lane % 8;
-      const i64 offset = __shfl_sync(0xffffffffu, row.at[0], r);
-      const bool inside = offset != kNoRow && chunk * 8 < p.head_dim;
-      copy_chunk(to + chunk_at(warp * kWarpKeys + r, kLatentChunks + chunk),
+      const i64 offset = __shfl_sync(0xffffffffu, k_row, r);
+      const bool inside = (lanes >> r & 1u) && chunk * 8 < p.head_dim;
+      copy_chunk(to + latent_chunk_at(warp * kWarpKeys + r, kLatentChunks + chunk),
                  rope + (inside ? offset + chunk * 16 : 0), inside, p.k_vectorised);
-    }
-  }
-
-  // The rows of the segment to a stage; zero where there is none.
-  __device__ __forceinline__ void load_queries(char *tile) const {
-    const int row_end = s.row_end - s.row_begin;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kRows * kChunks; i += kLatentThreads) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const int in_request = (s.row_begin + row) / p.group;
-      const int head = s.kv_head * p.group + s.row_begin + row - in_request * p.group;
-      const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
-      const bool is_latent = chunk < kLatentChunks;
-      const int at = is_latent ? chunk : chunk - kLatentChunks;
-      u32 word[4] = {};
-      if (row < row_end && at * 8 < (is_latent ? p.head_dim_v : p.head_dim)) {
-        const char *from =
-            (is_latent ? d.q_v + token * d.token_stride + head * d.head_stride
-                       : p.q + token * p.q_token_stride + head * p.q_head_stride) +
-            at * 16;
-        if (is_latent ? d.vectorised : p.q_vectorised) {
-          const uint4 v = *reinterpret_cast<const uint4 *>(from);
-          word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
-        } else {
-          load_elements(from, word);
-        }
-        if (s.negate) {
-#pragma unroll
-          for (int j = 0; j < 4; ++j) word[j] ^= 0x80008000u;
-        }
-      }
-      store_shared16(shared_address(tile + chunk_at(row, chunk)), word);
     }
   }
 
@@ -179,7 +134,7 @@ struct Latent {
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         const int row = t * 16 + lane % 16;
-        ldmatrix4(q[i][t], tile + row * kDim * 2 + step_at(i, row, lane / 16));
+        ldmatrix4(q[i][t], tile + row * kRowDim * 2 + step_at(i, row, lane / 16));
       }
     }
   }
@@ -193,7 +148,7 @@ struct Latent {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
       u32 b[4];
-      ldmatrix4(b, tile + row * kDim * 2 + step_at(i, row, lane / 8 % 2));
+      ldmatrix4(b, tile + row * kRowDim * 2 + step_at(i, row, lane / 8 % 2));
 #pragma unroll
       for (int t = 0; t < kRowTiles; ++t) {
         mma_16x8x16<V::kCompute>(sum[i % kChains][t][0], q[i][t], b[0], b[1]);
@@ -233,7 +188,7 @@ struct Latent {
 #pragma unroll
       for (int n = 0; n < kOutTiles / 2; ++n) {
         u32 b[4];
-        ldmatrix4_trans(b, tile + chunk_at(row, warp * kOutTiles + n * 2 + lane / 16));
+        ldmatrix4_trans(b, tile + latent_chunk_at(row, warp * kOutTiles + n * 2 + lane / 16));
 #pragma unroll
         for (int t = 0; t < kRowTiles; ++t) {
           mma_16x8x16<V::kCompute>(acc[t][2 * n], a[t], b[0], b[1]);
@@ -344,15 +299,15 @@ struct Latent {
                                          float (&acc)[kRowTiles][kOutTiles][4]) const {
     const int begin = s.kv_begin / kKeys, end = (s.kv_end + kKeys - 1) / kKeys;
     // A tile's blocks are looked up before they are needed.
-    KeySlot slot = slot_of(begin);
+    LatentSlot slot = slot_of(begin);
 #pragma unroll
     for (int i = 0; i < kStages - 1; ++i) {
-      const KeySlot next = slot_of(begin + i + 1);
+      const LatentSlot next = slot_of(begin + i + 1);
       load_tile(begin + i, i, slot);
       cp_async_commit();
       slot = next;
     }
-    load_queries(stage_at(kStages - 1));
+    load_latent_queries<kLatentThreads, kRows>(p, d, s, stage_at(kStages - 1));
     __syncthreads();
     Queries q;
     hold_queries(shared_address(stage_at(kStages - 1)), q);
@@ -361,7 +316,7 @@ struct Latent {
     for (int tile = begin; tile < end; ++tile) {
       cp_async_wait<kStages - 2>();
       __syncthreads();  // the tile is there, and its predecessor's stage, scores, weights are free
-      const KeySlot next = slot_of(tile + kStages);
+      const LatentSlot next = slot_of(tile + kStages);
       if (tile + kStages - 1 < end) load_tile(tile + kStages - 1, free, slot);
       cp_async_commit();
       slot = next;
