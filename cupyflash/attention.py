@@ -126,7 +126,7 @@ def flash_attn_varlen_func(
     s_aux : array [Hq], float32, float16 or bfloat16, optional
         Sink: one more logit of each head without a value; neither scaled nor capped.
     cp_world_size, cp_rank, cp_tot_seqused_k
-        Context parallelism; not available yet.
+        One call is one rank; see `cupyflash.distributed`.
     workspace : array [nbytes], uint8, optional
         Scratch on the GPU of at least `workspace_size` bytes. The CPU needs none.
     batch_invariant : bool

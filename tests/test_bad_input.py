@@ -88,7 +88,7 @@ ATTENTION = [
     ("q_v", np.zeros((4, 6, 72), np.float16), ValueError, r"q_v .*\(4, 6, 72\).*\[4, 6, 64\]"),
     ("q_v", np.zeros((4, 64), np.float16), ValueError, r"it must be \[total_q, Hq, Dv\]"),
     ("q_v", np.zeros((4, 6, 64), np.float16), ValueError, "softmax_scale is None: with q_v"),
-    ("cp_world_size", 2, NotImplementedError, "cp_world_size=2, cp_rank=0: context parallelism"),
+    ("cp_world_size", 2, NotImplementedError, "cp_world_size=2, cp_rank=0: one call is one rank"),
     ("cp_tot_seqused_k", np.ones(2, "i4"), NotImplementedError, "without cp_tot_seqused_k"),
     ("fa_version", 3, ValueError, "fa_version=3: versions are GPU kernels, .* use None"),
     ("stream", 0, ValueError, "stream given, but NumPy arrays"),

@@ -130,9 +130,9 @@ def test_b25_a_schedule_for_another_split_count_is_refused(path):
 
 
 @pytest.mark.parametrize("option", [{"cp_world_size": 2}, {"cp_rank": 1}])
-def test_b26_context_parallel_lengths_are_refused_until_they_exist(path, option):
+def test_b26_ranks_are_refused_in_one_call_and_named_where_they_are(path, option):
     args = arguments(path, *random_batch([1], [5]), [1], [5])
-    with pytest.raises(NotImplementedError, match="context parallelism"):
+    with pytest.raises(NotImplementedError, match=r"context parallelism is cupyflash\.distributed"):
         flash_attn_varlen_func(**args, **option)
 
 

@@ -211,6 +211,7 @@ def refuse_options(
         )
     if (cp_world_size, cp_rank) != (1, 0) or cp_tot_seqused_k is not None:
         raise NotImplementedError(
-            f"cp_world_size={cp_world_size}, cp_rank={cp_rank}: context parallelism is not "
-            "available in this release; use 1 and 0, without cp_tot_seqused_k"
+            f"cp_world_size={cp_world_size}, cp_rank={cp_rank}: one call is one rank; "
+            "context parallelism is cupyflash.distributed, so use 1 and 0 here, without "
+            "cp_tot_seqused_k"
         )
