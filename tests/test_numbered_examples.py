@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +46,22 @@ def test_standard_attention_holds_the_scores_and_ours_does_not(tmp_path):
     assert long.standard_traffic == 8 * 4 * 4 * 1024**2 + 4 * 1024 * 4 * 128 * 4
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks_of_an_example_have_the_answer_of_one(ranks):
+    """In a process of its own: it starts its ranks from its own file."""
+    command = [sys.executable, EXAMPLES / "08_context_parallel.py", "--ranks", str(ranks)]
+    done = subprocess.run(
+        [*command, "--device", "cpu"], capture_output=True, text=True, timeout=120, check=False,
+        env={**os.environ, "PYTHONPATH": str(EXAMPLES.parent)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, *steps = done.stdout.splitlines()
+    assert first == f"{ranks} ranks, NumPy arrays, ProcessCommunicator"
+    assert len(steps) == 4
+    for step in steps:
+        assert float(step.rpartition(" ")[2]) < 2e-6  # float32 sums of 44 keys, in other parts
+
+
 def test_every_numbered_example_is_listed():
     assert sorted(path.name for path in EXAMPLES.glob("[0-9]*.py")) == [
         "01_paged_attention.py",
@@ -52,4 +71,5 @@ def test_every_numbered_example_is_listed():
         "05_cuda_graphs.py",
         "06_standard_attention.py",
         "07_latent_attention.py",
+        "08_context_parallel.py",
     ]

@@ -82,7 +82,7 @@ def _reduce_scatter(
     weight = xp.where(xp.isinf(lse), np.float32(0), xp.exp(lse - xp.where(sums > 0, total, 0)))
     weight = weight.astype(np.float32).T[..., None]
     # What an empty state holds may be anything, NaN too: it is dropped, not multiplied by 0.
-    scaled = xp.where(weight == 0, 0, out).astype(np.float32) * weight
+    scaled = xp.where(weight == 0, np.float32(0), out.astype(np.float32)) * weight
     own = group.reduce_scatter(out_by_rank(scaled, group.size, num_kv_heads))
     mine = lse_by_rank(total.astype(np.float32), group.size, num_kv_heads)[group.rank]
     return own.astype(out.dtype, copy=False), mine
