@@ -1,10 +1,12 @@
 """The machine runs the sm_90a instruction class right."""
 
+# ruff: noqa: E501  (kernel text)
+
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import EmulatedDevice, device_array
+from emulator import EmulatedDevice, EmulatorError, device_array
 from emulator.tensor_map import encode_tiled
 from emulator.toys import attend
 
@@ -71,3 +73,44 @@ def test_tensor_load_then_store_moves_a_box(swizzle, reduce):
         target = expected[8:, :inner]  # rows past the end of the array are dropped
         target[...] = target * reduce + box[: target.shape[0]]
         np.testing.assert_array_equal(out, expected)
+
+
+APART = """
+__device__ inline unsigned at(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+__device__ inline void wait(unsigned bar) {
+  asm volatile("{ .reg .pred P; L: mbarrier.try_wait.parity.shared::cta.b64 P, [%0], 0;"
+               " @P bra D; bra L; D: }" :: "r"(bar) : "memory");
+}
+extern "C" __global__ void k(const unsigned* from, unsigned* to) {
+  __shared__ __align__(16) unsigned data[32];
+  __shared__ unsigned long long bar;
+  const int lane = threadIdx.x;
+  if (lane == 0) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1; fence.mbarrier_init.release.cluster;"
+                 :: "r"(at(&bar)) : "memory");
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], 128;" :: "r"(at(&bar)) : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 128, [%2];"
+                 :: "r"(at(data)), "l"(from), "r"(at(&bar)) : "memory");
+  }
+  __syncwarp();
+  if (lane < 13) { wait(at(&bar)); to[32 + lane] = 1; } else if (!SOME) { wait(at(&bar)); to[32 + lane] = 2; }
+  unsigned x;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%0}, [%1];" : "=r"(x) : "r"(at(data + lane % 8 * 4)) : "memory");
+  to[lane] = x;
+}
+"""
+
+
+@pytest.mark.parametrize("some", [0, 1])
+def test_lanes_that_wait_one_after_the_other_have_all_waited(some):
+    data, out = device_array(32, np.uint32, np.arange(32)), device_array(64, np.uint32)
+    device = EmulatedDevice("sm_90a")
+    program = device.compile_source(APART, ["-default-device", f"-DSOME={some}"]).program("k")
+    args = [np.uint64(a.ctypes.data) for a in (data, out)]
+    for seed in range(8):
+        if some:
+            with pytest.raises(EmulatorError, match="RACE"):
+                device.run(program, (1,), (32,), 0, args, [data, out], seed=seed)
+            continue
+        device.run(program, (1,), (32,), 0, args, [data, out], seed=seed)
+        np.testing.assert_array_equal(out[:32], data)

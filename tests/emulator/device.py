@@ -78,6 +78,7 @@ class EmulatedDevice:
         self._keep = keep_reports
         self._lock = threading.Lock()
         self.kernels: dict[Any, Program] = {}
+        self.sources: set[str] = set()  # files of the library whose kernels were launched
 
     # ---- the seam
     @property
@@ -94,12 +95,15 @@ class EmulatedDevice:
         with self._lock:
             if variant not in self.kernels:
                 source, options = kernel_source(variant)
-                program = self.compile_source(source, options, variant.source)
-                self.kernels[variant] = program.program(variant.symbol)
+                module = self.compile_source(source, options, variant.source)
+                self.kernels[variant] = module.program(variant.symbol)
+                self.kernels[variant].source = variant.source
             return self.kernels[variant]
 
     def launch(self, kernel: Program, plan: Any, args: Any, stream: int | None = None) -> None:
         arrays = [a for a in args.arrays if isinstance(a, np.ndarray)]
+        if kernel.source:
+            self.sources.add(kernel.source)
         self.run(kernel, plan.grid, plan.block, plan.smem_bytes, args.values, arrays)
 
     def encode_tensor_map(

@@ -32,6 +32,7 @@ class Program:
     files: dict[int, str]
     buffers: list[np.ndarray]
     regions: list[tuple[int, int, int]]
+    source: str = ""  # the library's file that it was compiled from
 
     def __post_init__(self) -> None:
         low = self.low

@@ -66,6 +66,10 @@ void acquire(Warp& w, const Order& o, uint32_t mask) {
     if (!w.partial_mask) w.partial = w.base;
     w.partial_mask |= mask;
     learn(w, w.partial, o);
+    if ((w.partial_mask & w.live) == w.live) {  // all lanes have waited, one after the other
+      w.base = w.partial;
+      w.partial_mask = 0;
+    }
   }
   Entry mine = o.seen.warp[w.id];
   if (o.foreign) {
