@@ -18,12 +18,35 @@ constexpr int kMostParts = 128;  // the host splits no further
 constexpr int kRounds = kMostParts / 32;
 constexpr int kLargestDim = 512;
 
+struct Row {
+  Request request;
+  int kv_head, row;  // of the request's q_len * group
+};
+
+// The row of a block; false if it is none, or of a request that is left to another launch.
+__device__ __forceinline__ bool find_row(const AttentionParams &p, int block, Row &found) {
+  if (p.most_rows > 0) {
+    const int unit = block / p.most_rows;
+    found.row = block - unit * p.most_rows;
+    found.kv_head = unit % p.heads_kv;
+    found.request = load_request(p, unit / p.heads_kv);
+  } else {
+    const int token = block / p.heads_q, head = block - token * p.heads_q;
+    if (token >= p.cu_seqlens_q[p.batch]) return false;
+    found.request =
+        load_request(p, find_last(p.batch, token, [&](int i) { return p.cu_seqlens_q[i]; }));
+    found.kv_head = head / p.group;
+    found.row = (token - found.request.q_begin) * p.group + head % p.group;
+  }
+  const int rows = found.request.q_len * p.group;
+  return found.row < rows && (p.most_rows > 0 ? rows <= p.most_rows : rows > -p.most_rows);
+}
+
 // Chunks of the row block that a row is in.
-__device__ __forceinline__ int chunks_of(const AttentionParams &p, const Request &r, int token,
-                                         int head) {
-  const int rows = r.q_len * p.group, row = token * p.group + head % p.group;
-  const int begin = row / p.row_block * p.row_block;
-  return count_chunks(p, block_keys(p, r, begin, min(rows, begin + p.row_block)));
+__device__ __forceinline__ int chunks_of(const AttentionParams &p, const Row &at) {
+  const int begin = at.row / p.row_block * p.row_block;
+  return count_chunks(p, block_keys(p, at.request, begin,
+                                    min(at.request.q_len * p.group, begin + p.row_block)));
 }
 
 }  // namespace
@@ -32,15 +55,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
     const __grid_constant__ AttentionParams p) {
   __shared__ float4 sums[kWarps][kLargestDim / 4];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int row = blockIdx.x, token = row / p.heads_q, head = row - token * p.heads_q;
-  if (token >= p.cu_seqlens_q[p.batch]) return;
-  const int request = find_last(p.batch, token, [&](int i) { return p.cu_seqlens_q[i]; });
-  const Request r = load_request(p, request);
-  const int chunks = chunks_of(p, r, token - r.q_begin, head);
+  Row at;
+  if (!find_row(p, blockIdx.x, at)) return;
+  const int chunks = chunks_of(p, at);
   if (chunks <= 1) return;
 
   // Every warp has the weights of all parts: lane l those of parts l, l + 32, ...
-  const i64 part_stride = static_cast<i64>(p.total_q) * p.heads_q;
+  const i64 part_stride = partial_rows(p), row = partial_row(p, at.request, at.kv_head, at.row);
+  const int in_request = at.row / p.group;
+  const int head = at.kv_head * p.group + at.row - in_request * p.group;
+  const i64 token = static_cast<i64>(at.request.q_begin) + in_request;
   float weight[kRounds], top = -infinity();
 #pragma unroll
   for (int i = 0; i < kRounds; ++i) {

@@ -47,30 +47,37 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
     """
     del scheduler_metadata
     device, given = device_for(call.arrays.q), stream_handle(stream)
-    plan, tiling = _plan(call.layout, device.info, usable_bytes(call, device, workspace))
+    parts = _parts(call.layout, device.info, usable_bytes(call, device, workspace))
+    nbytes = parts[-1][0].forward.workspace_bytes
     out, lse = results(call, device, given)
     queue = device.current_stream() if given is None else given
-    if plan.combine is None:
-        _queue(call, plan, tiling, device, (out, lse), None, queue)
-    elif workspace is not None:
-        _queue(call, plan, tiling, device, (out, lse), workspace, queue)
+    if not nbytes or workspace is not None:
+        _queue(call, parts, device, (out, lse), workspace, queue)
     else:
         with scratch_of(device, queue) as scratch:
-            block = scratch.reserve(plan.forward.workspace_bytes)
-            _queue(call, plan, tiling, device, (out, lse), block, queue)
+            _queue(call, parts, device, (out, lse), scratch.reserve(nbytes), queue)
     return out, lse
 
 
-def _plan(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[AttentionPlan, Tiling]:
+_Parts = tuple[tuple[AttentionPlan, Tiling], ...]
+
+
+def _parts(layout: Layout, info: DeviceInfo, limit: int | None) -> _Parts:
     key = info if limit is None else (info, limit)
-    return layout.kept.get(key) or layout.keep(key, lambda: _make_plan(layout, info, limit))
+    return layout.kept.get(key) or layout.keep(key, lambda: _make_parts(layout, info, limit))
 
 
-def _make_plan(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[AttentionPlan, Tiling]:
+def _make_parts(layout: Layout, info: DeviceInfo, limit: int | None) -> _Parts:
+    """In the order of their launches."""
     limits = () if limit is None else (limit,)
     plan = make_attention_plan(layout.problem, info, *limits)
-    tiling = Tiling(plan.chunk, plan.blocks_a_request, plan.row_block, plan.partial_rows)
-    return plan, tiling
+    return tuple((part, _tiling(part)) for part in (plan.short, plan) if part)
+
+
+def _tiling(plan: AttentionPlan) -> Tiling:
+    return Tiling(
+        plan.chunk, plan.blocks_a_request, plan.row_block, plan.partial_rows, plan.most_rows
+    )
 
 
 def usable_bytes(call: Call, device: Device, workspace: Any) -> int | None:
@@ -90,15 +97,16 @@ def usable_bytes(call: Call, device: Device, workspace: Any) -> int | None:
 
 def _queue(
     call: Call,
-    plan: AttentionPlan,
-    tiling: Tiling,
+    parts: _Parts,
     device: Device,
     found: tuple[Any, Any],
-    scratch: Any,
+    workspace: Any,
     stream: int,
 ) -> None:
-    packed = pack_attention(call, device, *found, scratch, tiling)
-    args = KernelArgs((packed,), arrays_of(call, *found, scratch))
-    launch(device, plan.forward, args, stream)
-    if plan.combine is not None:
-        launch(device, plan.combine, args, stream)
+    for plan, tiling in parts:
+        scratch = None if plan.combine is None else workspace
+        packed = pack_attention(call, device, *found, scratch, tiling)
+        args = KernelArgs((packed,), arrays_of(call, *found, scratch))
+        launch(device, plan.forward, args, stream)
+        if plan.combine is not None:
+            launch(device, plan.combine, args, stream)

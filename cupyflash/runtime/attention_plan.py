@@ -26,7 +26,9 @@ NEVER_SPLIT = 1 << 30
 """A chunk of keys that no request reaches the end of."""
 
 _COMBINE_THREADS = 128
+_DECODE_ROWS = 16  # of a request, for the decode tile
 _SMALLEST_CHUNK = 128
+_EVEN_CHUNK = 4096
 _LARGEST_WORKSPACE = 1 << 28
 _MOST_SPLITS = 128  # as the combine kernel has it
 _WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
@@ -34,7 +36,7 @@ _WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """One or two launches.
+    """One or two launches; as many more where short and long requests may meet.
 
     Attributes
     ----------
@@ -51,6 +53,10 @@ class AttentionPlan:
         Rows (token and head of a group) of a block.
     partial_rows : int
         Rows of all partial results together.
+    most_rows : int
+        Which requests are served; see core/attention_params.cuh.
+    short : AttentionPlan or None
+        Launched before, for requests of few rows: decode steps of a batch that has prefills too.
     """
 
     forward: Plan
@@ -60,6 +66,8 @@ class AttentionPlan:
     blocks_a_request: int
     row_block: int
     partial_rows: int
+    most_rows: int
+    short: AttentionPlan | None = None
 
 
 @lru_cache(maxsize=4096)
@@ -67,36 +75,51 @@ def make_attention_plan(
     problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
 ) -> AttentionPlan:
     """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
-    workspace_limit = min(workspace_limit, _LARGEST_WORKSPACE)
+    limit = min(workspace_limit, _LARGEST_WORKSPACE)
     tile = _choose_tile(problem, info)
-    blocks, blocks_a_request = _row_blocks(problem, tile.rows)
-    chunk, splits = _choose_splits(problem, info, tile, blocks, workspace_limit)
-    arch = native_arch(info.capability)
+    if not _is_mixed(problem, info, tile):
+        return _plan(problem, info, tile, min(_most_rows(problem), _DECODE_ROWS), limit)
+    short = _plan(problem, info, tiles_of(problem, info)["decode"], _DECODE_ROWS, limit)
+    plan = _plan(problem, info, tile, -_DECODE_ROWS, limit)
+    nbytes = max(p.forward.workspace_bytes for p in (plan, short))
+    return replace(plan, short=short, forward=replace(plan.forward, workspace_bytes=nbytes))
+
+
+def _plan(
+    problem: AttentionProblem, info: DeviceInfo, tile: Tile, most_rows: int, limit: int
+) -> AttentionPlan:
+    decodes = tile.key_warps > 1
+    rows = problem.total_q * problem.num_heads_q
+    if decodes:
+        rows = problem.batch * problem.num_heads_kv * most_rows
+        blocks, blocks_a_request = problem.batch, 1
+    else:
+        blocks, blocks_a_request = _row_blocks(problem, tile.rows)
+    chunk, splits = _choose_splits(problem, info, tile, blocks, rows, limit)
     forward = Plan(
-        tile.variant(arch, score_mod(problem)),
+        tile.variant(native_arch(info.capability), score_mod(problem)),
         (problem.num_heads_kv * blocks, 1, splits),
         (tile.threads, 1, 1),
         tile.smem_bytes,
-        _partial_bytes(problem, splits),
+        _partial_bytes(problem, rows, splits),
     )
-    rows = problem.total_q * problem.num_heads_q
     return AttentionPlan(
         forward,
-        combine_plan(problem, info) if splits > 1 else None,
+        combine_plan(problem, info, rows) if splits > 1 else None,
         splits,
         chunk,
         blocks_a_request,
         tile.rows,
         rows * splits if splits > 1 else 0,
+        most_rows if decodes or most_rows < 0 else 0,
     )
 
 
-def combine_plan(problem: AttentionProblem, info: DeviceInfo) -> Plan:
-    """The launch that merges the partial results of a problem."""
-    rows = problem.total_q * problem.num_heads_q
-    return Plan(
-        combine_variant(native_arch(info.capability)), (rows, 1, 1), (_COMBINE_THREADS, 1, 1)
-    )
+def combine_plan(problem: AttentionProblem, info: DeviceInfo, rows: int | None = None) -> Plan:
+    """The launch that merges the partial results of a problem, or of so many rows."""
+    rows = problem.total_q * problem.num_heads_q if rows is None else rows
+    variant = combine_variant(native_arch(info.capability))
+    return Plan(variant, (rows, 1, 1), (_COMBINE_THREADS, 1, 1))
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
@@ -106,7 +129,7 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
     """
     plan = make_attention_plan(problem, info)
     nbytes = _largest_workspace(problem, info)
-    forwards = {plan.forward.variant: plan.forward}
+    forwards = {p.forward.variant: p.forward for p in (plan, plan.short) if p}
     modified, arch = score_mod(problem), native_arch(info.capability)
     for tile in tiles_of(problem, info).values():
         if tile.key_warps == 1 or not problem.batch_invariant:
@@ -116,33 +139,50 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
             )
     plans = list(forwards.values())
     if nbytes:
-        plans.append(
-            plan.combine or Plan(combine_variant(arch), (1, 1, 1), (_COMBINE_THREADS, 1, 1))
-        )
+        plans.append(plan.combine or combine_plan(problem, info, 1))
     return [replace(plan, workspace_bytes=nbytes) for plan in plans]
 
 
 def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
-    """Of any call within the bounds: planned splits end where the device is full many times."""
+    """Of any call within the bounds."""
     if problem.batch_invariant or problem.num_splits == 1:
         return 0
     most = min(problem.num_splits or _MOST_SPLITS, _MOST_SPLITS)
-    rows = problem.total_q * problem.num_heads_q * most
-    if not problem.num_splits:
-        full = (tile.rows * _resident(tile, info) for tile in tiles_of(problem, info).values())
-        rows = min(rows, _WAVES * max(full))
+    tiles = tiles_of(problem, info)
+    rows = problem.total_q * problem.num_heads_q
+    short = problem.batch * problem.num_heads_kv * _DECODE_ROWS if "decode" in tiles else 0
+    if problem.num_splits:
+        rows = max(rows, short) * most
+    else:
+        full = _WAVES * max(tile.rows * _resident(tile, info) for tile in tiles.values())
+        rows = max(min(rows * most, full), short * min(most, _even_splits(problem)))
     return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
 
 
-def _partial_bytes(problem: AttentionProblem, splits: int) -> int:
-    rows = problem.total_q * problem.num_heads_q * splits
-    return rows * (problem.head_dim_v + 1) * 4 if splits > 1 else 0
+def _partial_bytes(problem: AttentionProblem, rows: int, splits: int) -> int:
+    return rows * splits * (problem.head_dim_v + 1) * 4 if splits > 1 else 0
+
+
+def _most_rows(problem: AttentionProblem) -> int:
+    """Rows of a request at most."""
+    return min(problem.max_seqlen_q, problem.total_q) * problem.group_size
+
+
+def _is_mixed(problem: AttentionProblem, info: DeviceInfo, tile: Tile) -> bool:
+    """Whether there may be requests for the decode tile beside those for another."""
+    return (
+        tile.key_warps == 1
+        and "decode" in tiles_of(problem, info)
+        and not problem.batch_invariant
+        and problem.group_size <= _DECODE_ROWS
+        and problem.total_q < problem.batch * problem.max_seqlen_q
+    )
 
 
 def _choose_tile(problem: AttentionProblem, info: DeviceInfo) -> Tile:
     tiles = tiles_of(problem, info)
-    rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
-    if rows <= 16 and "decode" in tiles and not problem.batch_invariant:
+    rows = _most_rows(problem)
+    if rows <= _DECODE_ROWS and "decode" in tiles and not problem.batch_invariant:
         return tiles["decode"]
     if rows > 64 and "wide" in tiles:
         wide = tiles["wide"]
@@ -181,22 +221,29 @@ def _choose_splits(
     info: DeviceInfo,
     tile: Tile,
     blocks: int,
+    rows: int,
     workspace_limit: int,
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
     wanted, visible = problem.num_splits, _visible(problem, tile.rows)
     items = blocks * problem.num_heads_kv
-    rows = problem.total_q * problem.num_heads_q
     if wanted == 1 or problem.batch_invariant or not items or rows >= 1 << 31:
         return NEVER_SPLIT, 1
     if wanted == 0:
         wanted = _planned_splits(info, tile, items, visible)
+        if tile.key_warps > 1 and problem.batch > 1 and items < 16 * _resident(tile, info):
+            wanted = max(wanted, _even_splits(problem))
     for count in range(min(wanted, _MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
         chunk = -(-visible // count // tile.keys) * tile.keys
         splits = _chunks(problem, visible, chunk)
-        if splits <= wanted and _partial_bytes(problem, splits) <= workspace_limit:
+        if splits <= wanted and _partial_bytes(problem, rows, splits) <= workspace_limit:
             return (chunk, splits) if splits > 1 else (NEVER_SPLIT, 1)
     return NEVER_SPLIT, 1
+
+
+def _even_splits(problem: AttentionProblem) -> int:
+    """Pieces so short that the last ones of a batch of unequal lengths keep no one waiting."""
+    return problem.max_seqlen_k // _EVEN_CHUNK
 
 
 def _resident(tile: Tile, info: DeviceInfo) -> int:

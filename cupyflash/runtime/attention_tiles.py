@@ -15,6 +15,8 @@ __all__ = ["Tile", "attention_variants", "combine_variant", "score_mod", "tiles_
 
 _BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
+_ROOMY = 128 << 10  # bytes of shared memory for a block; 8.6, 8.9 and 12.x have fewer
+_CRAMPED = ("sm_86", "sm_89", "sm_120", "sm_121")
 _STATIC_BYTES = 256  # of shared memory that a kernel takes besides its tiles, at most
 
 
@@ -65,9 +67,12 @@ class Tile:
 
     @property
     def smem_bytes(self) -> int:
-        """As mainloop/fwd_sm80.cuh lays it out: queries, stages, two lists, row infos."""
+        """As mainloop/fwd_sm80.cuh lays it out: queries, stages, what copies need, row infos."""
         stage = self.keys * (self.head_dim + self.head_dim_v) * self.cache.itemsize
-        return self.rows * (self.head_dim * 2 + 12) + self.stages * stage + 2 * self.keys * 16
+        rest = self.keys * (32 + 4 * max(1, self.stages - 1)) + (
+            self.threads * 16 if self.head_dim <= 128 else 0
+        )
+        return self.rows * (self.head_dim * 2 + 12) + self.stages * stage + rest
 
     def variant(self, arch: str, score_mod: bool) -> Variant:
         shape = f"d{self.head_dim}" + (
@@ -99,24 +104,29 @@ class Tile:
         )
 
 
-def _shapes(cache: ScalarType, head_dim: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each kind of tile: the fields of `Tile` from ``row_tiles`` on."""
+def _shapes(cache: ScalarType, head_dim: int, roomy: bool) -> dict[str, tuple[int, ...]]:
+    """The shape of each kind of tile: the fields of `Tile` from ``row_tiles`` on.
+
+    Narrow and wide tiles take the same keys at a time, so a row has the same bits in either.
+    """
     if head_dim > 128:
-        return {"narrow": (1, 1, 4, 32, 32, 2, 2, 0)}
-    stages = 4 if cache.is_fp8 else 2
+        return {"narrow": (1, 1, 4, 64, 64, 1, 2, 0) if roomy else (1, 1, 4, 32, 32, 2, 2, 0)}
+    decode = (1, 4, 4, 64, 16, *((3, 4, 0) if cache.is_fp8 else (2, 3, 128)))
+    step = 64 if head_dim <= 96 else 32
+    keys = 128 if head_dim <= 64 and roomy else 64
     return {
-        "decode": (1, 4, 4, 64, 16, stages, 3, 128),
-        "narrow": (1, 1, 4, 64, 64, 2, 2, 160),
-        "wide": (2, 1, 4, 64, 32, 2, 2, 128),
+        "decode": decode,
+        "narrow": (1, 1, 4, 64, step, 2, 2, 160),
+        "wide": (2, 1, 4, keys, step, 2, 2, 160 if head_dim <= 64 else 128),
     }
 
 
 def _bucket_tiles(
-    compute: ScalarType, cache: ScalarType, bucket: tuple[int, int]
+    compute: ScalarType, cache: ScalarType, bucket: tuple[int, int], roomy: bool
 ) -> dict[str, Tile]:
     return {
         kind: Tile(compute, cache, *bucket, *shape)
-        for kind, shape in _shapes(cache, bucket[0]).items()
+        for kind, shape in _shapes(cache, bucket[0], roomy).items()
     }
 
 
@@ -129,7 +139,8 @@ def tiles_of(problem: AttentionProblem, info: DeviceInfo) -> dict[str, Tile]:
     cache = problem.kv_type
     bucket = next(b for b in _BUCKETS if problem.head_dim <= b[0] and problem.head_dim_v <= b[1])
     room = info.smem_optin - _STATIC_BYTES
-    tiles = _bucket_tiles(FP16 if cache.is_fp8 else cache, cache, bucket)
+    compute = FP16 if cache.is_fp8 else cache
+    tiles = _bucket_tiles(compute, cache, bucket, info.smem_optin >= _ROOMY)
     return {kind: tile for kind, tile in tiles.items() if tile.smem_bytes <= room}
 
 
@@ -150,9 +161,10 @@ def combine_variant(arch: str) -> Variant:
 
 def attention_variants(arch: str) -> Iterator[Variant]:
     """All that the portable family can ask for."""
+    roomy = arch not in _CRAMPED
     for compute, cache in _CACHES:
         for bucket in _BUCKETS:
             for modified in (False, True):
-                for tile in _bucket_tiles(compute, cache, bucket).values():
+                for tile in _bucket_tiles(compute, cache, bucket, roomy).values():
                     yield tile.variant(arch, modified)
     yield combine_variant(arch)

@@ -17,6 +17,10 @@ __device__ __forceinline__ void cp_async16(u32 to, const char *from, int bytes) 
                : "memory");
 }
 
+__device__ __forceinline__ void cp_async4(u32 to, const void *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -41,6 +41,21 @@ __device__ __forceinline__ void store_lse(const AttentionParams &p, i64 token, i
   }
 }
 
+// Rows of one partial result of all requests, and where a request's row is among them.
+__device__ __forceinline__ i64 partial_rows(const AttentionParams &p) {
+  return p.most_rows > 0 ? static_cast<i64>(p.batch) * p.heads_kv * p.most_rows
+                         : static_cast<i64>(p.total_q) * p.heads_q;
+}
+__device__ __forceinline__ i64 partial_row(const AttentionParams &p, const Request &r, int kv_head,
+                                           int row) {
+  if (p.most_rows > 0) {
+    return (static_cast<i64>(r.index) * p.heads_kv + kv_head) * p.most_rows + row;
+  }
+  const int token = row / p.group;
+  return static_cast<i64>(r.q_begin + token) * p.heads_q + kv_head * p.group + row -
+         token * p.group;
+}
+
 // Row `row` of a segment; pair n are columns first_column + column_of(n) + {0, 1} of this lane.
 template <int kPairs, class ColumnOf>
 __device__ __forceinline__ void store_row(const AttentionParams &p, const Segment &s, int kv_head,
@@ -50,7 +65,7 @@ __device__ __forceinline__ void store_row(const AttentionParams &p, const Segmen
   const int in_request = row / p.group, head = kv_head * p.group + row - in_request * p.group;
   const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
   if (s.slot >= 0) {
-    const i64 at = (static_cast<i64>(s.slot) * p.total_q + token) * p.heads_q + head;
+    const i64 at = s.slot * partial_rows(p) + partial_row(p, s.request, kv_head, row);
     if (with_lse) p.partial_lse[at] = result.lse;
     float *to = p.partial_out + at * p.head_dim_v;
 #pragma unroll

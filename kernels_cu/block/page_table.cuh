@@ -10,21 +10,23 @@ struct KeyRow {
   i64 at[2];
 };
 
-// A key's cache block, and its place in there; packed keys are one block.
-struct KeySlot {
-  int block, slot;
-};
-
-// Keys outside of the segment have no slot: neither their table entries nor their rows are read.
-__device__ __forceinline__ KeySlot find_slot(const AttentionParams &p, const Segment &s, int key) {
-  if (!p.block_table) return {0, s.request.kv_begin + key};
-  if (key < s.kv_begin || key >= s.kv_end) return {0, 0};
-  const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
+// Where the cache block of a key stands; null for packed keys, and for those outside of the segment:
+// neither their table entries nor their rows are ever read.
+__device__ __forceinline__ const i32 *find_block(const AttentionParams &p, const Segment &s,
+                                                 int key) {
+  if (!p.block_table || key < s.kv_begin || key >= s.kv_end) return nullptr;
   const char *row = p.block_table + s.request.index * p.table_row_stride;
-  return {reinterpret_cast<const i32 *>(row)[column], key - column * p.page_size};
+  return reinterpret_cast<const i32 *>(row) +
+         static_cast<u32>(key) / static_cast<u32>(p.page_size);
 }
 
-__device__ __forceinline__ KeyRow locate(const AttentionParams &p, KeySlot at) {
-  return {{at.block * p.k_block_stride + at.slot * p.k_token_stride,
-           at.block * p.v_block_stride + at.slot * p.v_token_stride}};
+// Where a key's rows are, given its block; kNoRow outside of the segment.
+__device__ __forceinline__ KeyRow locate(const AttentionParams &p, const Segment &s, int key,
+                                         int block) {
+  if (key < s.kv_begin || key >= s.kv_end) return {{kNoRow, kNoRow}};
+  if (!p.block_table) block = 0;
+  const i64 slot = p.block_table ? static_cast<u32>(key) % static_cast<u32>(p.page_size)
+                                 : static_cast<i64>(s.request.kv_begin) + key;
+  return {{block * p.k_block_stride + slot * p.k_token_stride,
+           block * p.v_block_stride + slot * p.v_token_stride}};
 }

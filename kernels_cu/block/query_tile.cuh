@@ -70,27 +70,50 @@ __device__ __forceinline__ void store_query_chunk(char *tile, int row, int chunk
   }
 }
 
+// A row of a tile of queries.
+struct QueryRow {
+  int token;  // of the request
+  int head;
+  bool inside;
+
+  __device__ __forceinline__ QueryRow(const AttentionParams &p, const Segment &s, int row)
+      : token((s.row_begin + row) / p.group),
+        head(s.kv_head * p.group + s.row_begin + row - token * p.group),
+        inside(s.row_begin + row < s.row_end) {}
+
+  __device__ __forceinline__ const char *at(const AttentionParams &p, const Segment &s) const {
+    return p.q + (static_cast<i64>(s.request.q_begin) + token) * p.q_token_stride +
+           head * p.q_head_stride;
+  }
+
+  __device__ __forceinline__ RowInfo info(const AttentionParams &p, const Segment &s,
+                                          float factor) const {
+    const float slope =
+        p.alibi_slopes && inside
+            ? load_float(p.alibi_slopes, s.request.index * p.alibi_batch_stride +
+                                             head * p.alibi_head_stride)
+            : 0.f;
+    return {token + s.request.kv_len - s.request.q_len, slope, factor};
+  }
+};
+
+// Threads side by side take the chunks of a row.
+template <int kDim>
+constexpr int kQueryLanes = kDim <= 64 ? 8 : kDim <= 128 ? 16 : 32;
+
 // Fills kRows x kDim. bf16 rows that are computed with in fp16 are narrowed by a power of two a
 // row, which `info` [kRows] says. `negate` is for a negative scale: softmax then works with its
 // absolute value, so that the largest score stays the largest.
 template <ScalarType kCompute, bool kNarrow, int kDim, int kRows, int kThreads>
-__device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_head, bool negate,
-                             char *tile, RowInfo *info) {
-  constexpr int kChunks = kDim / 8;
-  constexpr int kLanes = kChunks <= 8 ? 8 : kChunks <= 16 ? 16 : 32;  // that share a row
+__device__ __forceinline__ void load_queries(const AttentionParams &p, const Segment &s,
+                                             bool negate, char *tile, RowInfo *info) {
+  constexpr int kChunks = kDim / 8, kLanes = kQueryLanes<kDim>;
   const int chunk = threadIdx.x % kLanes;
 #pragma unroll 1
   for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
     float value[8] = {};
-    const int token = (s.row_begin + row) / p.group;
-    const int head = kv_head * p.group + (s.row_begin + row) - token * p.group;
-    const bool inside = s.row_begin + row < s.row_end;
-    if (chunk < kChunks && inside) {
-      load_query_chunk(p,
-                       p.q + (static_cast<i64>(s.request.q_begin) + token) * p.q_token_stride +
-                           head * p.q_head_stride,
-                       chunk, value);
-    }
+    const QueryRow query(p, s, row);
+    if (chunk < kChunks && query.inside) load_query_chunk(p, query.at(p, s), chunk, value);
     int exponent = 0;
     if constexpr (kNarrow) {
       float largest = 0.f;
@@ -104,14 +127,7 @@ __device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_
 #pragma unroll
       for (int i = 0; i < 8; ++i) value[i] *= power_of_two(-exponent);
     }
-    if (chunk == 0) {
-      const float slope =
-          p.alibi_slopes && inside
-              ? load_float(p.alibi_slopes, s.request.index * p.alibi_batch_stride +
-                                               head * p.alibi_head_stride)
-              : 0.f;
-      info[row] = {token + s.request.kv_len - s.request.q_len, slope, power_of_two(exponent)};
-    }
+    if (chunk == 0) info[row] = query.info(p, s, power_of_two(exponent));
     if (chunk < kChunks) {
       u32 word[4];
 #pragma unroll
@@ -120,5 +136,24 @@ __device__ void load_queries(const AttentionParams &p, const Segment &s, int kv_
       }
       store_query_chunk<kNarrow, kDim>(tile, row, chunk, word);
     }
+  }
+}
+
+// The same for rows that are taken as they are, by `copy(to, from, bytes)`, which fills 16 bytes of
+// the tile of which `bytes` (16 or 0) are read and the rest is zero.
+template <int kDim, int kRows, int kThreads, class Copy>
+__device__ __forceinline__ void copy_queries(const AttentionParams &p, const Segment &s,
+                                             RowInfo *info, Copy copy) {
+  constexpr int kChunks = kDim / 8, kLanes = kQueryLanes<kDim>;
+  const int chunk = threadIdx.x % kLanes;
+#pragma unroll 2
+  for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
+    const QueryRow query(p, s, row);
+    const bool read = query.inside && chunk * 8 < p.head_dim;
+    if (chunk < kChunks) {
+      copy(tile_offset<kChunks>(row, chunk), read ? query.at(p, s) + chunk * 16 : p.q,
+           read ? 16 : 0);
+    }
+    if (chunk == 0) info[row] = query.info(p, s, 1.f);
   }
 }

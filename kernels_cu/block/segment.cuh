@@ -91,6 +91,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams &p, int index
   }
   segment.request = load_request(p, request);
   const int rows = segment.request.q_len * p.group;
+  if (p.most_rows > 0 ? rows > p.most_rows : rows <= -p.most_rows) return false;
   segment.row_begin = block * kRows;
   segment.row_end = min(rows, segment.row_begin + kRows);
   if (segment.row_begin >= rows) return false;

@@ -34,7 +34,8 @@ template <int kRowTiles>
 struct Softmax {
   float shift[kRowTiles][2];  // finite
   float sum[kRowTiles][2];    // of this lane's columns
-  u32 fresh;                  // bit 2i + h: no key yet
+  u32 fresh;                  // bit 2i + h: no key yet; kNoKeyYet: in no row of the warp
+  static constexpr u32 kNoKeyYet = 0x80000000u;
 };
 
 __device__ __forceinline__ float quad_max(float x) {
@@ -84,15 +85,15 @@ __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int position = rows.at(i, h).position;
-      const int low = p.window_left < 0 ? 0 : position - p.window_left;
+      // From this lane's first column on: the others are constants then.
+      const int low = p.window_left < 0 ? 0 : position - p.window_left - first_column;
       const int high =
-          p.window_right < 0 ? kv_end : min(kv_end, position + p.window_right + 1);
+          (p.window_right < 0 ? kv_end : min(kv_end, position + p.window_right + 1)) - first_column;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int column = first_column + n * 8 + e;
-          if (column < low || column >= high) score[i][n][2 * h + e] = -infinity();
+          if (n * 8 + e < low || n * 8 + e >= high) score[i][n][2 * h + e] = -infinity();
         }
       }
     }
@@ -107,6 +108,7 @@ __device__ __forceinline__ void shift_rows(const Rows<kNarrow> &rows,
                                            const float (&score)[kRowTiles][kTiles][4],
                                            Softmax<kRowTiles> &state, u32 outgrown,
                                            float (&rescale)[kRowTiles][2], Exp2 exp2) {
+  const u32 before = state.fresh;
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -129,6 +131,9 @@ __device__ __forceinline__ void shift_rows(const Rows<kNarrow> &rows,
         state.fresh &= ~(1u << (2 * i + h));
       }
     }
+  }
+  if (__any_sync(0xffffffffu, before != state.fresh)) {
+    state.fresh &= ~Softmax<kRowTiles>::kNoKeyYet;
   }
 }
 

@@ -51,8 +51,10 @@ struct AttentionParams {
   i32 k_vectorised;
   i32 v_vectorised;
   i32 out_vectorised;   // stores of 2 elements
-  float softmax_scale;  // never negative nor zero: see q_sign
+  float softmax_scale;
   float v_scale;
   float softcap;  // 0: off
-  u32 q_sign;     // flips the sign of q where the softmax scale is negative
+  // Rows (tokens times group) of the requests that count: n > 0: at most n; their partial results are
+  // numbered by request, n rows each. n < 0: more than -n. 0: any.
+  i32 most_rows;
 };

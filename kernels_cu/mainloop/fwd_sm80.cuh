@@ -23,7 +23,7 @@ struct Forward {
   static constexpr int kKeyBytes = kKeys * kD * kItem, kValueBytes = kKeys * kDv * kItem;
   static constexpr int kKeysAt = kRows * kD * 2, kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kListAt = kValuesAt + kStages * kValueBytes;
-  static constexpr int kInfoAt = kListAt + 2 * kKeys * static_cast<int>(sizeof(KeyRow));
+  static constexpr int kInfoAt = kListAt + KeyCopy<V>::kBytes;
   static constexpr int kBytes = kInfoAt + kRows * static_cast<int>(sizeof(RowInfo));
   static_assert(kWarpKeys % kStepKeys == 0 && kStepKeys % 16 == 0, "");
   static_assert(kStages > 1 || kStepKeys == kWarpKeys, "");
@@ -46,12 +46,16 @@ struct Forward {
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 first_row = warp / kKeyWarps * 16 * kRowTiles;  // of this warp, in the tile
   const u32 first_key = warp % kKeyWarps * kWarpKeys;
-  // Where this lane's rows of fragments lie, in a tile.
-  const u32 key_at = tile_offset<kKeyChunks>(first_key + lane % 8 + lane / 16 * 8, lane / 8 % 2);
-  const u32 value_at = tile_offset<kValueChunks>(first_key + lane % 16, lane / 16);
 
   __device__ __forceinline__ Forward(const AttentionParams &p, const Segment &s, char *smem)
-      : p(p), s(s), smem(smem), copy(p, s, reinterpret_cast<KeyRow *>(smem + kListAt)) {}
+      : p(p), s(s), smem(smem), copy(p, s, smem + kListAt) {}
+
+  // The lane, made new: what follows from it is not kept from tile to tile, which costs registers.
+  __device__ __forceinline__ u32 new_lane() const {
+    u32 same = lane;
+    asm volatile("" : "+r"(same));
+    return same;
+  }
 
   __device__ __forceinline__ u32 key_tile(u32 stage) const {
     return shared_address(smem) + kKeysAt + stage * kKeyBytes;
@@ -63,9 +67,12 @@ struct Forward {
     return reinterpret_cast<RowInfo *>(smem + kInfoAt);
   }
 
-  __device__ __forceinline__ void load_query(int step, u32 (&a)[kRowTiles][4]) const {
-    const u32 at =
-        shared_address(smem) + tile_offset<kQueryChunks>(first_row + lane % 16, lane / 16);
+  // Where this lane's rows of query fragments begin.
+  __device__ __forceinline__ u32 query_at(u32 lane) const {
+    return shared_address(smem) + tile_offset<kQueryChunks>(first_row + lane % 16, lane / 16);
+  }
+
+  __device__ __forceinline__ void load_query(u32 at, int step, u32 (&a)[kRowTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
       ldmatrix4(a[i], tile_pair<kQueryChunks>(at, step) + i * 16 * kQueryChunks * 16);
@@ -76,12 +83,14 @@ struct Forward {
     Queries queries = {};
     if constexpr (kHold) {
 #pragma unroll
-      for (int step = 0; step < kD / 16; ++step) load_query(step, queries.word[step]);
+      for (int step = 0; step < kD / 16; ++step) {
+        load_query(query_at(lane), step, queries.word[step]);
+      }
     }
     return queries;
   }
 
-  __device__ __forceinline__ void query(const Queries &queries, int step,
+  __device__ __forceinline__ void query(const Queries &queries, u32 at, int step,
                                         u32 (&a)[kRowTiles][4]) const {
     if constexpr (kHold) {
 #pragma unroll
@@ -90,7 +99,7 @@ struct Forward {
         for (int e = 0; e < 4; ++e) a[i][e] = queries.word[step][i][e];
       }
     } else {
-      load_query(step, a);
+      load_query(at, step, a);
     }
   }
 
@@ -108,7 +117,8 @@ struct Forward {
 
   // scores = queries * keys^T
   __device__ __forceinline__ void score(u32 keys, const Queries &queries, Scores &out) const {
-    const u32 at = keys + key_at;
+    const u32 lane = new_lane(), queries_at = query_at(lane);
+    const u32 at = keys + tile_offset<kKeyChunks>(first_key + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -122,7 +132,9 @@ struct Forward {
     for (int pair = 0; pair < kKeyChunks / 2; ++pair) {
       u32 a[2 / kItem][kRowTiles][4];
 #pragma unroll
-      for (int i = 0; i < 2 / kItem; ++i) query(queries, pair * (2 / kItem) + i, a[i]);
+      for (int i = 0; i < 2 / kItem; ++i) {
+        query(queries, queries_at, pair * (2 / kItem) + i, a[i]);
+      }
 #pragma unroll
       for (int n = 0; n < kScoreTiles / 2; ++n) {
         u32 b[4];
@@ -148,7 +160,8 @@ struct Forward {
   // gets two neighbours of two keys: column tile 2n has the even columns of 16, 2n + 1 the odd ones.
   __device__ __forceinline__ void accumulate(u32 values, const Scores &weight,
                                              Accumulator &acc) const {
-    const u32 at = values + value_at;
+    const u32 lane = new_lane();
+    const u32 at = values + tile_offset<kValueChunks>(first_key + lane % 16, lane / 16);
 #pragma unroll
     for (int step = 0; step < kStepKeys / 16; ++step) {
       u32 a[kRowTiles][4];
@@ -184,7 +197,6 @@ struct Forward {
     Queries queries;
     Softmax<kRowTiles> softmax;
     Accumulator acc;
-    bool begun;  // some row has seen a key
   };
 
   // Whether some row sees only a part of a step's keys.
@@ -208,18 +220,17 @@ struct Forward {
                                         State &state, Scores &scores) const {
     const auto exp2 = [](float x) { return exp2_approx(x); };
     const int column = first + lane % 4 * 2;
-    bool shifts = !state.begun;
+    const bool edge = is_edge(first);
+    bool shifts = __any_sync(0xffffffffu, state.softmax.fresh & Softmax<kRowTiles>::kNoKeyYet);
     u32 outgrown = 0;
 #pragma unroll 1
     for (;;) {
       score(keys, state.queries, scores);
       if constexpr (V::kScoreMod) modify(rows, column, scores);
-      if (is_edge(first)) mask_scores(p, rows, s.kv_end, column, scores);
+      if (edge) mask_scores(p, rows, s.kv_end, column, scores);
       if (shifts) {
         float rescale[kRowTiles][2];
-        const u32 before = state.softmax.fresh;
         shift_rows<V::kScoreMod>(rows, scores, state.softmax, outgrown, rescale, exp2);
-        state.begun |= __any_sync(0xffffffffu, before != state.softmax.fresh);
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -242,7 +253,7 @@ struct Forward {
     State state;
     start(state);
     if (s.kv_begin < s.kv_end) {
-      copy.clear(key_tile(0), kStages * (kKeyBytes + kValueBytes));
+      copy.start(key_tile(0), kStages * (kKeyBytes + kValueBytes));
       if constexpr (kStages == 1) {
         run_alternating(rows, state);
       } else {
@@ -254,8 +265,7 @@ struct Forward {
 
   // Rows past the last are all zero: they need no look at a maximum.
   __device__ __forceinline__ void start(State &state) const {
-    state.begun = false;
-    state.softmax.fresh = 0;
+    state.softmax.fresh = Softmax<kRowTiles>::kNoKeyYet;
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -280,35 +290,47 @@ struct Forward {
   }
 
   __device__ __forceinline__ void start_queries() const {
-    load_queries<V::kCompute, V::kWiden, kD, kRows, V::kThreads>(p, s, s.kv_head, s.negate, smem,
-                                                                 row_info());
+    if (!V::kWiden && p.q_type == V::kCompute && p.q_vectorised && !s.negate) {
+      copy_queries<kD, kRows, V::kThreads>(
+          p, s, row_info(), [&](u32 to, const char *from, int bytes) {
+            cp_async16(shared_address(smem) + to, from, bytes ? 16 : 0);
+          });
+      cp_async_commit();
+    } else {
+      load_queries<V::kCompute, V::kWiden, kD, kRows, V::kThreads>(p, s, s.negate, smem,
+                                                                   row_info());
+    }
   }
 
   // A ring of tiles. The barrier of a tile says that it is there, and that all are done with the one
   // before, whose place the next copy takes.
   __device__ __forceinline__ void run_staged(const Rows<V::kWiden> &rows, State &state) const {
     constexpr int kAhead = kStages - 1;
-    const int begin = s.kv_begin / kKeys;
-    KeySlot at[kStages];
+    constexpr bool kPowerOfTwo = (kStages & kAhead) == 0;  // the place follows from the tile
+    const u32 begin = static_cast<u32>(s.kv_begin) / kKeys;
+    int at[kStages];
 #pragma unroll
     for (int i = 0; i < kStages; ++i) at[i] = copy.find(begin + i);
+#pragma unroll
+    for (int i = 0; i < KeyCopy<V>::kEarly; ++i) copy.ask(begin + kStages + i);
+    start_queries();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       copy.write_list(begin + i, at[i]);
       __syncthreads();
-      issue(begin + i, i);
+      issue(begin + i, kPowerOfTwo ? (begin + i) & kAhead : i);
     }
     copy.write_list(begin + kAhead, at[kAhead]);
-    start_queries();
-    const bool idle = is_idle();
     u32 stage = 0, free = kAhead;
-    for (int tile = begin; tile * kKeys < s.kv_end; ++tile) {
+    for (u32 tile = begin; has(tile); ++tile) {
+      if constexpr (kPowerOfTwo) stage = tile & kAhead, free = (tile + kAhead) & kAhead;
       cp_async_wait<kAhead - 1>();
       __syncthreads();
-      if (tile == begin) state.queries = hold_queries();
+      if (kHold && tile == begin) state.queries = hold_queries();
+      copy.write_list(tile + kStages);
+      copy.ask(tile + kStages + KeyCopy<V>::kEarly);
       issue(tile + kAhead, free);
-      const KeySlot later = copy.find(tile + kStages);
-      if (!idle) {
+      if (!is_idle()) {
 #pragma unroll 1
         for (int key = 0; key < kWarpKeys; key += kStepKeys) {
           Scores scores;
@@ -317,46 +339,47 @@ struct Forward {
           accumulate(value_tile(stage) + key * kDv * kItem, scores, state.acc);
         }
       }
-      copy.write_list(tile + kStages, later);
-      free = stage;
-      stage = stage == kStages - 1 ? 0 : stage + 1;
+      if constexpr (!kPowerOfTwo) {
+        free = stage;
+        stage = stage == kAhead ? 0 : stage + 1;
+      }
     }
   }
 
-  __device__ __forceinline__ void issue(int tile, u32 stage) const {
-    if (tile * kKeys < s.kv_end) {
-      copy.keys(tile, key_tile(stage));
-      copy.values(tile, value_tile(stage));
-    }
+  __device__ __forceinline__ bool has(u32 tile) const {
+    return static_cast<int>(tile * kKeys) < s.kv_end;
+  }
+
+  __device__ __forceinline__ void issue(u32 tile, u32 stage) const {
+    if (has(tile)) copy.both(tile, key_tile(stage), value_tile(stage));
     cp_async_commit();
   }
 
   // One place for keys and one for values: either is filled while the other is worked on.
   __device__ __forceinline__ void run_alternating(const Rows<V::kWiden> &rows,
                                                   State &state) const {
-    const int begin = s.kv_begin / kKeys;
+    const u32 begin = static_cast<u32>(s.kv_begin) / kKeys;
     copy.write_list(begin, copy.find(begin));
-    KeySlot next = copy.find(begin + 1);
+    copy.ask(begin + 1);
+    start_queries();
     __syncthreads();
     copy.keys(begin, key_tile(0));
     cp_async_commit();
-    start_queries();
-    const bool idle = is_idle();
-    for (int tile = begin; tile * kKeys < s.kv_end; ++tile) {
+    for (u32 tile = begin; has(tile); ++tile) {
       cp_async_wait<0>();
       __syncthreads();
-      if (tile == begin) state.queries = hold_queries();
+      if (kHold && tile == begin) state.queries = hold_queries();
+      copy.write_list(tile + 1);
+      copy.ask(tile + 2);
       copy.values(tile, value_tile(0));
       cp_async_commit();
-      copy.write_list(tile + 1, next);
-      next = copy.find(tile + 2);
       Scores scores;
-      if (!idle) weigh(tile * kKeys + first_key, key_tile(0), rows, state, scores);
+      if (!is_idle()) weigh(tile * kKeys + first_key, key_tile(0), rows, state, scores);
       cp_async_wait<0>();
       __syncthreads();
-      if ((tile + 1) * kKeys < s.kv_end) copy.keys(tile + 1, key_tile(0));
+      if (has(tile + 1)) copy.keys(tile + 1, key_tile(0));
       cp_async_commit();
-      if (!idle) accumulate(value_tile(0), scores, state.acc);
+      if (!is_idle()) accumulate(value_tile(0), scores, state.acc);
     }
   }
 
