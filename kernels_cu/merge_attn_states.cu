@@ -11,11 +11,12 @@
 #include "core/memory.cuh"
 #include "core/state.cuh"
 #include "core/params.cuh"
+#include "arch/launch_order.cuh"
 
 namespace {
 
 using V = ConvertVariant;
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kTokensPerThread = 4;
 static_assert(params_agree<MergeParams>(), "MergeParams differs from the host's layout");
 
@@ -103,7 +104,7 @@ __device__ void merge_rows(const MergeParams &p, const Weights *weights, i64 tok
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 3) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(kThreads, 6) KERNEL_NAME(
     const __grid_constant__ MergeParams p) {
   __shared__ Weights weights[kThreads * kTokensPerThread];
   const int tile_tokens = blockDim.z * kTokensPerThread, tile_heads = blockDim.y;
@@ -111,6 +112,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 3) KERNEL_NAME(
   const i64 first_token = static_cast<i64>(blockIdx.x) * tile_tokens;
   const int first_head = blockIdx.y * tile_heads;
   const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  follow_earlier_launches();
   for (int row = thread; row < tile_tokens * tile_heads; row += threads) {
     const i64 token = first_token + row % tile_tokens;
     const int head = first_head + row / tile_tokens;

@@ -8,13 +8,14 @@
 #include "core/numeric.cuh"
 #include "core/memory.cuh"
 #include "core/params.cuh"
+#include "arch/launch_order.cuh"
 
 namespace {
 
 using V = ConvertVariant;
 constexpr int kThreads = 128;
-constexpr int kTokensPerThread = 2;
-constexpr int kAccesses = 4;  // of a thread in a row, blockDim.x apart
+constexpr int kAccesses = 2;  // of a thread in a row, blockDim.x apart
+constexpr int kBlocks = kIsFp8<V::kOut> ? 9 : 12;  // a multiprocessor
 static_assert(params_agree<CacheWriteParams>(), "CacheWriteParams differs from the host's layout");
 
 // Byte offset of a slot in the cache. The division is a product with 2^64 / block_size rounded up,
@@ -43,41 +44,30 @@ __device__ Elements<V::kOut, kCount> convert(const Elements<V::kIn, kCount> &in,
 }
 
 template <int kCount>
-__device__ void write_rows(const CacheWriteParams &p, int which, int head, float scale) {
+__device__ void write_row(const CacheWriteParams &p, int which, int head, float scale) {
   constexpr int kInStep = kCount * kItemBytes<V::kIn>, kOutStep = kCount * kItemBytes<V::kOut>;
   const CacheSide &side = p.side[which];
-  const i64 first = static_cast<i64>(blockIdx.x) * (blockDim.z * kTokensPerThread) + threadIdx.z;
-  const char *source = p.source[which] + head * side.source_head_stride;
-  char *cache = p.cache[which] + head * side.head_stride;
-  i64 slot[kTokensPerThread];
-#pragma unroll
-  for (int i = 0; i < kTokensPerThread; ++i) {
-    const i64 token = first + i * blockDim.z;
-    slot[i] = token >= p.num_tokens ? -1
-              : p.wide_slots        ? reinterpret_cast<const i64 *>(p.slots)[token]
-                                    : reinterpret_cast<const i32 *>(p.slots)[token];
-  }
+  const i64 token = static_cast<i64>(blockIdx.x) * blockDim.z + threadIdx.z;
+  if (token >= p.num_tokens) return;
+  const i64 slot = p.wide_slots ? reinterpret_cast<const i64 *>(p.slots)[token]
+                                : reinterpret_cast<const i32 *>(p.slots)[token];
+  const char *source =
+      p.source[which] + token * side.source_token_stride + head * side.source_head_stride;
   const int accesses = p.head_dim[which] / kCount;
   for (int x = threadIdx.x; x < accesses; x += kAccesses * blockDim.x) {
-    Elements<V::kIn, kCount> in[kTokensPerThread][kAccesses];
+    Elements<V::kIn, kCount> in[kAccesses];
 #pragma unroll
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      const i64 token = first + i * blockDim.z;
-      const char *row = source + token * side.source_token_stride + x * kInStep;
-#pragma unroll
-      for (int k = 0; k < kAccesses; ++k) {
-        const int at = k * blockDim.x;
-        if (token < p.num_tokens && x + at < accesses) in[i][k].load(row + at * kInStep);
-      }
+    for (int k = 0; k < kAccesses; ++k) {
+      const int at = x + k * blockDim.x;
+      if (at < accesses) in[k].load(source + static_cast<i64>(at) * kInStep);
     }
+    if (slot < 0 || slot >= p.num_slots) return;
+    char *cache = p.cache[which] + head * side.head_stride + slot_offset(p, side, slot);
 #pragma unroll
-    for (int i = 0; i < kTokensPerThread; ++i) {
-      if (slot[i] < 0 || slot[i] >= p.num_slots) continue;
-      char *row = cache + slot_offset(p, side, slot[i]) + x * kOutStep;
-#pragma unroll
-      for (int k = 0; k < kAccesses; ++k) {
-        const int at = k * blockDim.x;
-        if (x + at < accesses) convert<kCount>(in[i][k], scale).store(row + at * kOutStep);
+    for (int k = 0; k < kAccesses; ++k) {
+      const int at = x + k * blockDim.x;
+      if (at < accesses) {
+        convert<kCount>(in[k], scale).store(cache + static_cast<i64>(at) * kOutStep);
       }
     }
   }
@@ -85,19 +75,20 @@ __device__ void write_rows(const CacheWriteParams &p, int which, int head, float
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 5) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) KERNEL_NAME(
     const __grid_constant__ CacheWriteParams p) {
   const int which = blockIdx.z;
   const int head = blockIdx.y * blockDim.y + threadIdx.y;
   if (head >= p.heads) return;
+  follow_earlier_launches();
   float scale = p.scale_value[which];
   if (p.scale[which]) {
     const char *at = p.scale[which] + head * p.side[which].scale_stride;
     scale = *reinterpret_cast<const float *>(at);
   }
   if (p.vectorised) {
-    write_rows<16 / kItemBytes<V::kIn>>(p, which, head, scale);
+    write_row<16 / kItemBytes<V::kIn>>(p, which, head, scale);
   } else {
-    write_rows<1>(p, which, head, scale);
+    write_row<1>(p, which, head, scale);
   }
 }

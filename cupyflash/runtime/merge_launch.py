@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from .compile import native_arch
 from .device import device_for
 from .dtypes import ScalarType, scalar_type
-from .launch import launch, stream_handle
 from .merge_plan import MERGE_PARAMS, make_merge_plan
 from .overlap import Footprint, check_in_place, footprint
-from .params import KernelArgs
-from .plan import Plan
+from .row_kernel import RowShape
 
 __all__ = ["merge_states"]
 
@@ -22,14 +19,8 @@ _OUT, _PREFIX, _PREFIX_LSE, _SUFFIX, _SUFFIX_LSE, _OUT_LSE = range(6)
 _IN_PLACE = ((_OUT, _PREFIX), (_OUT, _SUFFIX), (_OUT_LSE, _PREFIX_LSE), (_OUT_LSE, _SUFFIX_LSE))
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What merges of equal shapes, types and strides have in common; pairs are narrow, wide."""
-
-    plans: tuple[Plan, Plan]
-    tails: tuple[bytes, bytes]
-    strides_allow_wide: bool
-    out_alignment: int
+class _Shape(NamedTuple):
+    rows: RowShape
     footprints: tuple[Footprint, ...]
 
 
@@ -76,13 +67,14 @@ def merge_states(
                 starts[read],
                 shape.footprints[read],
             )
-    wide = (
-        shape.strides_allow_wide
-        and not (starts[_PREFIX] | starts[_SUFFIX]) % 16
-        and not starts[_OUT] % shape.out_alignment
+    shape.rows.queue(
+        device,
+        arrays,
+        starts[_PREFIX] | starts[_SUFFIX],
+        starts[_OUT],
+        (*starts, prefix_tokens, scale or 1.0),
+        stream,
     )
-    packed = MERGE_PARAMS.pack_head(shape.tails[wide], *starts, prefix_tokens, scale or 1.0)
-    launch(device, shape.plans[wide], KernelArgs((packed,), arrays), stream_handle(stream))
 
 
 @lru_cache(maxsize=1024)
@@ -115,12 +107,13 @@ def _shape(arch: str, specs: tuple[Any, ...], out_type: ScalarType) -> _Shape:
                 0,
             )
         )
-    return _Shape(
+    rows = RowShape(
+        params=MERGE_PARAMS,
         plans=(plans[0], plans[1]),
         tails=(tails[0], tails[1]),
         strides_allow_wide=head_dim % elements == 0
         and reading % 16 == 0
         and (output[2][0] | output[2][1]) % alignment == 0,
         out_alignment=alignment,
-        footprints=tuple(footprint(s or output) for s in specs[:6]),
     )
+    return _Shape(rows, tuple(footprint(s or output) for s in specs[:6]))

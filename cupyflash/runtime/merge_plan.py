@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 
-from .dtypes import BF16, E4M3, FP16, FP32, ScalarType
+from .dtypes import BF16, E4M3, FP16, FP32
 from .params import ParamsLayout
-from .plan import Plan
-from .tiles import row_block, row_steps
+from .row_kernel import RowKernel
 from .variant import Variant
 
-__all__ = ["MERGE_PARAMS", "make_merge_plan", "merge_variant", "merge_variants"]
+__all__ = ["MERGE", "MERGE_PARAMS", "make_merge_plan", "merge_variant", "merge_variants"]
 
 MERGE_PARAMS = ParamsLayout(
     ("out", "ptr"),
@@ -44,23 +42,16 @@ MERGE_PARAMS = ParamsLayout(
     ("unused", "i32"),
 )
 
-# Eight tokens of a head are one 32-byte sector of the lse arrays.
-_TILE_TOKENS = 8
-_THREADS = 256
-_THREAD_TOKENS = 4
-
-
-def merge_variant(arch: str, in_type: ScalarType, out_type: ScalarType) -> Variant:
-    return Variant(
-        "merge_attn_states.cu",
-        f"merge_attn_states_{in_type.name}_{out_type.name}",
-        arch,
-        (
-            ("IN_TYPE", in_type.code),
-            ("OUT_TYPE", out_type.code),
-            ("PARAMS_NBYTES", MERGE_PARAMS.nbytes),
-        ),
-    )
+MERGE = RowKernel(
+    source="merge_attn_states.cu",
+    params=MERGE_PARAMS,
+    threads=128,
+    thread_tokens=4,
+    thread_accesses=1,
+    tile_tokens=8,  # of a head are one 32-byte sector of the lse arrays
+    sides=1,
+)
+merge_variant, make_merge_plan = MERGE.variant, MERGE.plan
 
 
 def merge_variants(arch: str) -> Iterator[Variant]:
@@ -68,28 +59,3 @@ def merge_variants(arch: str) -> Iterator[Variant]:
     for in_type in (FP32, FP16, BF16):
         for out_type in (in_type, E4M3):
             yield merge_variant(arch, in_type, out_type)
-
-
-@lru_cache(maxsize=1024)
-def make_merge_plan(
-    arch: str,
-    in_type: ScalarType,
-    out_type: ScalarType,
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    vectorised: bool,
-) -> Plan:
-    """Grid ``(token tiles, head tiles)``; empty where there is nothing to merge."""
-    variant = merge_variant(arch, in_type, out_type)
-    if not tokens * heads * head_dim:
-        return Plan(variant, (0, 1, 1), (1, 1, 1))
-    (tiles, head_tiles), block = row_block(
-        _THREADS,
-        tokens,
-        heads,
-        row_steps(head_dim, in_type.itemsize, vectorised),
-        thread_tokens=_THREAD_TOKENS,
-        tile_tokens=_TILE_TOKENS,
-    )
-    return Plan(variant, (tiles, head_tiles, 1), block)

@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from .compile import native_arch
 from .device import device_for
 from .dtypes import ScalarType, scalar_type
-from .launch import launch, stream_handle
 from .overlap import Spec
-from .params import KernelArgs
-from .plan import Plan
+from .row_kernel import RowShape
 from .write_plan import WRITE_PARAMS, make_write_plan
 
 __all__ = ["write_cache"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What writes of equal shapes, types and strides have in common; pairs are narrow, wide."""
-
-    plans: tuple[Plan, Plan]
-    tails: tuple[bytes, bytes]
-    strides_allow_wide: bool
-    cache_alignment: int
 
 
 def write_cache(
@@ -59,17 +46,13 @@ def write_cache(
     shape = _shape(native_arch(device.info.capability), specs, cache_type)
     pointer = device.pointer
     starts = [0 if array is None else pointer(array) for array in arrays]
-    wide = (
-        shape.strides_allow_wide
-        and not (starts[0] | starts[1]) % 16
-        and not (starts[2] | starts[3]) % shape.cache_alignment
+    shape.queue(
+        device, arrays, starts[0] | starts[1], starts[2] | starts[3], (*starts, *scales), stream
     )
-    packed = WRITE_PARAMS.pack_head(shape.tails[wide], *starts, *scales)
-    launch(device, shape.plans[wide], KernelArgs((packed,), arrays), stream_handle(stream))
 
 
 @lru_cache(maxsize=1024)
-def _shape(arch: str, specs: tuple[Any, ...], cache_type: ScalarType) -> _Shape:
+def _shape(arch: str, specs: tuple[Any, ...], cache_type: ScalarType) -> RowShape:
     key, value, key_cache, value_cache, slots, *scales = specs
     in_type = scalar_type(key[1])
     assert in_type is not None
@@ -114,7 +97,7 @@ def _shape(arch: str, specs: tuple[Any, ...], cache_type: ScalarType) -> _Shape:
                 0,
             )
         )
-    return _Shape((plans[0], plans[1]), (tails[0], tails[1]), allow_wide, alignment)
+    return RowShape(WRITE_PARAMS, (plans[0], plans[1]), (tails[0], tails[1]), allow_wide, alignment)
 
 
 def _scale_stride(scale: Spec | None) -> int:
