@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 # One BLAS thread a process: xdist fills the cores, and spinning threads would stall each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -59,21 +60,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 # What the emulator runs of each property: a kernel there takes a thousand times as long.
-EMULATED_EXAMPLES = 0.2
+EMULATED_SHARE = 0.2
+
+
+def _first(count: int, test: Callable[..., Any]) -> Callable[..., Any]:
+    """``test`` for ``count`` examples, then nothing; once it has failed, always."""
+    ran, failed = 0, False
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        nonlocal ran, failed
+        ran += 1
+        if ran > count and not failed:
+            return None
+        try:
+            return test(*args, **kwargs)
+        except BaseException:
+            failed = True
+            raise
+
+    return run
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    function = getattr(item, "function", None)
-    chosen = getattr(function, "_hypothesis_internal_use_settings", None)
-    if chosen is None or "emulator" not in item.name:
+    property_test = getattr(getattr(item, "function", None), "hypothesis", None)
+    if property_test is None or "emulator" not in item.name:
         return (yield)
-    fewer = max(5, round(chosen.max_examples * EMULATED_EXAMPLES))
-    function._hypothesis_internal_use_settings = settings(chosen, max_examples=fewer)  # type: ignore[union-attr]
+    whole = property_test.inner_test
+    examples = round(settings().max_examples * EMULATED_SHARE)
+    property_test.inner_test = _first(max(5, examples), whole)
     try:
         return (yield)
     finally:
-        function._hypothesis_internal_use_settings = chosen  # type: ignore[union-attr]
+        property_test.inner_test = whole
 
 
 class Path:
