@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from .portable import attend, attention_plans, write_schedule
+from . import hopper
+from .portable import attend, attention_plans
 from .runtime.call import Call
 from .runtime.device import DeviceInfo
 from .runtime.plan import Plan
@@ -45,4 +46,8 @@ class Family:
     plans: Plans
 
 
-FAMILIES: dict[int, Family] = {2: Family(attend, write_schedule, attention_plans)}
+# A schedule is the same for both: it may be made for one version and used by the other.
+FAMILIES: dict[int, Family] = {
+    2: Family(attend, hopper.write_schedule, attention_plans),
+    3: Family(hopper.attend, hopper.write_schedule, hopper.attention_plans),
+}

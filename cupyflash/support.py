@@ -94,7 +94,7 @@ SUPPORT: tuple[Row, ...] = (
         latent=True,
         built=True,
     ),
-    Row(3, "Hopper", (9, 0), (9, 0), _TYPES, _TYPES, head_dim_step_8bit=16, alibi=False),
+    Row(3, "Hopper", (9, 0), (9, 0), _TYPES, _TYPES, head_dim_step_8bit=16, built=True),
 )
 
 

@@ -26,16 +26,20 @@ extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
     for (int i = 0; i < d.stages; ++i) mbarrier_init(barriers + (warp * d.stages + i) * 8, 1);
     mbarrier_init_fence();
   }
+  if (p.block_table) {  // it is read after the lengths, and should be near by then
+    const i64 at = (static_cast<i64>(cta) * kDecodeThreads + threadIdx.x) * 128;
+    if (at < p.batch * p.table_row_stride) prefetch_l2(p.block_table + at);
+  }
   wait_for_earlier_launches();
   let_later_launches_start();
 
   BatchTotals totals = {};
   const i32 *prefix = d.prefix;
   if (prefix) {
-    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2]};
+    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2], prefix[p.batch + 3]};
     __syncthreads();
   } else {
-    totals = add_up<kDecodeThreads, 4>(p, d, 0, p.batch, totals, merge.prefix(), merge.scratch());
+    totals = add_up<kDecodeThreads>(p, d, 0, p.batch, totals, merge.prefix(), merge.scratch());
     prefix = merge.prefix();
   }
   const Spans spans(d, p.batch, prefix, totals);
@@ -53,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
     const int segment = (at - prefix[request]) / w.tiles;
     Piece piece;
     piece.request = w.request;
-    piece.unit = segment / w.row_blocks;
+    piece.unit = w.row_blocks == 1 ? segment : segment / w.row_blocks;
     piece.row_begin = (segment - piece.unit * w.row_blocks) * d.row_block;
     piece.row_end = min(w.request.q_len * p.group, piece.row_begin + d.row_block);
     piece.first = prefix[request] + segment * w.tiles;
@@ -61,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
     piece.begin = at;
     piece.end = min(piece.last, end);
     DecodeRows<DecodeVariant> rows;
-    rows.load(p, w.request, piece.unit * d.unit + loop.side_head, piece.row_begin, piece.row_end);
+    rows.load(p, d, w.request, (piece.unit << d.unit_shift) + loop.side_head, piece.row_begin,
+              piece.row_end);
     DecodeState<DecodeVariant> state;
     state.clear();
     const bool any =

@@ -9,7 +9,7 @@
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 
 namespace {
-constexpr int kScheduleThreads = 1024, kEach = 8;
+constexpr int kScheduleThreads = 1024, kStep = 8 * kScheduleThreads;
 }
 
 extern "C" __global__ void __launch_bounds__(kScheduleThreads) KERNEL_NAME(
@@ -20,14 +20,14 @@ extern "C" __global__ void __launch_bounds__(kScheduleThreads) KERNEL_NAME(
   }
   if (!d.prefix) return;
   BatchTotals totals = {};
-  constexpr int kStep = kScheduleThreads * kEach;
 #pragma unroll 1
   for (int begin = 0; begin < p.batch; begin += kStep) {
-    totals = add_up<kScheduleThreads, kEach>(p, d, begin, min(p.batch, begin + kStep), totals,
-                                             d.prefix, scratch);
+    totals = add_up<kScheduleThreads>(p, d, begin, min(p.batch, begin + kStep), totals, d.prefix,
+                                      scratch);
   }
   if (threadIdx.x == 0) {
     d.prefix[p.batch + 1] = totals.alike;
-    d.prefix[p.batch + 2] = totals.largest;
+    d.prefix[p.batch + 2] = totals.segments;
+    d.prefix[p.batch + 3] = totals.largest;
   }
 }

@@ -9,7 +9,7 @@ import numpy as np
 from emulator import EmulatedDevice, device_array
 
 from cupyflash.runtime.attention_plan import ATTENTION_PARAMS
-from cupyflash.runtime.decode_plan import LARGEST_SCAN
+from cupyflash.runtime.decode_plan import LARGEST_SCAN, PREFIX_EXTRA
 from cupyflash.runtime.decode_tile import DECODE_PARAMS
 from cupyflash.runtime.kernel_source import kernel_root, kernel_source
 from cupyflash.runtime.variant import Variant
@@ -18,8 +18,8 @@ KERNEL = """
 #include "core/variant.cuh"
 #include "block/spans.cuh"
 
-// [spans + 1] begins, then for every tile of the line its owner and its request.
-struct Found { i32 *begins, *owners, *requests, *table; };
+// [spans + 1] begins; for every tile of the line its request, and the spans that have its segment.
+struct Found { i32 *begins, *firsts, *counts, *requests, *table; };
 
 extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
@@ -29,20 +29,27 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
   const i32 *prefix = own;
   if (d.prefix) {
     prefix = d.prefix;
-    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2]};
+    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2], prefix[p.batch + 3]};
   } else {
-    totals = add_up<128, 4>(p, d, 0, p.batch, totals, own, scratch);
+    totals = add_up<128>(p, d, 0, p.batch, totals, own, scratch);
   }
   const Spans spans(d, p.batch, prefix, totals);
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i <= p.batch; i += 128) found.table[i] = prefix[i];
     if (threadIdx.x == 0) {
-      found.table[p.batch + 1] = totals.alike, found.table[p.batch + 2] = totals.largest;
+      found.table[p.batch + 1] = totals.alike, found.table[p.batch + 2] = totals.segments;
+      found.table[p.batch + 3] = totals.largest;
     }
     for (int i = threadIdx.x; i <= d.spans; i += 128) found.begins[i] = spans.begin(p, d, i);
     for (int i = threadIdx.x; i < totals.tiles; i += 128) {
-      found.owners[i] = d.most_pieces == 1 ? 0 : spans.owner(i);
-      found.requests[i] = spans.find(i);
+      const int request = spans.find(i);
+      const RequestWork w = request_work(p, d, request);
+      const int first = prefix[request] + (i - prefix[request]) / w.tiles * w.tiles;
+      found.requests[i] = request;
+      found.firsts[i] = found.counts[i] = 0;
+      if (d.most_pieces != 1) {
+        spans.owners(first, first + w.tiles, found.firsts[i], found.counts[i]);
+      }
     }
   }
 }
@@ -61,7 +68,7 @@ class Rules:
     spans: int = 8
     tile_shift: int = 4
     row_block: int = 8
-    fewest_tiles: int = 1
+    fewest_shift: int = 0
     align_most: int = 1 << 30
     most_pieces: int = 0
     most_rows: int = 1 << 30
@@ -85,7 +92,8 @@ class Found:
     """What the kernel found: see ``KERNEL``."""
 
     begins: np.ndarray
-    owners: np.ndarray
+    firsts: np.ndarray
+    counts: np.ndarray
     requests: np.ndarray
     table: np.ndarray
 
@@ -114,7 +122,7 @@ class SpanProbe:
             group=rules.group, window_left=rules.window[0], window_right=rules.window[1],
         )  # fmt: skip
         attention = ATTENTION_PARAMS.pack(*params.values())
-        table = device_array(batch + 3, np.int32)
+        table = device_array(batch + PREFIX_EXTRA, np.int32)
         arrays = [starts, lengths, table]
         use_table = with_table or batch > LARGEST_SCAN
         if use_table:
@@ -122,9 +130,9 @@ class SpanProbe:
             program = self.programs["schedule.cu"]
             self.device.run(program, (1,), (1024,), 0, (attention, decode), arrays)
         total = sum(tiles for _, tiles in rules.segments())
-        sizes = (rules.spans + 1, total, total, batch + 3)
+        sizes = (rules.spans + 1, total, total, total, batch + PREFIX_EXTRA)
         out = [device_array(max(n, 1), np.int32) for n in sizes]
-        pointers = np.array([tuple(a.ctypes.data for a in out)], "<4u8")
+        pointers = np.array([tuple(a.ctypes.data for a in out)], "<5u8")
         decode = self._decode(rules, table.ctypes.data if use_table else 0)
         program = self.programs["probe.cu"]
         values = (attention, decode, pointers)

@@ -112,15 +112,20 @@ def test_on_a_gpu_the_launches_are_named():
                 headdim=64, dtype="float16", page_size=1024, max_blocks=3, causal=True,
             )
         )  # fmt: skip
-    assert found.version == 2
-    assert set(found.unsupported) == {3}
+    assert found.version == 3
+    assert not found.unsupported
     assert found.plans
     assert found.workspace_bytes == size
     assert found.tile is None
     for plan in found.plans:
         assert plan.variant.symbol in str(found)
-    with gpu((9, 0)), pytest.raises(ValueError, match="version 3"):
-        explain(**paged(), fa_version=3)
+    assert "decode" in found.plans[0].variant.symbol
+    with gpu((8, 6)):
+        older = explain(**paged((1, 1), (4096, 9), page=1024))
+        with pytest.raises(ValueError, match="version 3"):
+            explain(**paged(), fa_version=3)
+    assert older.version == 2
+    assert set(older.unsupported) == {3}
 
 
 def test_lengths_on_a_gpu_are_not_read():

@@ -75,11 +75,12 @@ def test_selection_runs_or_says_why(built, capability, head_dim, kv, alibi, sink
             resolve_need(need, capability)
         return
     version = resolve_need(need, capability)
-    assert version == (3 if capability == (9, 0) and not alibi else 2)
+    assert version == (3 if capability == (9, 0) else 2)
     assert unsupported_reason(version, need, capability) is None
 
 
-def test_a_reason_quotes_the_table(built):
+def test_a_reason_quotes_the_table(built, monkeypatch):
+    monkeypatch.setattr(support, "SUPPORT", tuple(replace(row, alibi=False) for row in built))
     alibi = Need(alibi=True)
     assert unsupported_reason(3, alibi, (9, 0)) == "ALiBi is not in the Hopper kernels"
     odd = Need(72, 72, BF16, E4M3)
@@ -138,9 +139,9 @@ def test_a_block_is_of_one_thread(built):
 
 
 def test_a_version_that_cannot_run_is_refused_with_reason_source_and_another(built, monkeypatch):
-    problem = problem_of(alibi_slopes=np.ones(6, np.float32))
+    problem = problem_of(**paged(dims=(72, 72), dtype=np.uint8))
     with pytest.raises(
-        ValueError, match=r"version 3 \(from the fa_version argument\): ALiBi.*use 2"
+        ValueError, match=r"version 3 \(from the fa_version argument\): head size 72.*use 2"
     ):
         resolve_version(problem, (9, 0), 3)
     with (
@@ -178,7 +179,7 @@ def test_need_is_what_the_problem_asks():
 def test_public_questions(built):
     with gpu((9, 0)):
         assert cupyflash.get_flash_attn_version() == 3
-        assert cupyflash.get_flash_attn_version(requires_alibi=True) == 2
+        assert cupyflash.get_flash_attn_version(requires_alibi=True) == 3
         assert cupyflash.get_flash_attn_version(head_size=72, kv_cache_dtype="fp8") == 2
         assert cupyflash.get_flash_attn_version(head_size=512) is None
         assert cupyflash.is_fa_version_supported(3)

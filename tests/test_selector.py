@@ -60,8 +60,8 @@ def test_what_is_not_built_is_not_chosen(monkeypatch, capability):
 
 
 def test_the_version_asked_for_counts(built):
-    asked = config(use_alibi=True)
-    with fa_version(3), pytest.raises(ValueError, match=r"version 3.*ALiBi"):
+    asked = config(head_size=72, kv_cache_dtype="fp8")
+    with fa_version(3), pytest.raises(ValueError, match=r"version 3.*head size 72"):
         get_attn_backend(asked, (9, 0))
     with fa_version(2):
         assert get_attn_backend(asked, (9, 0)) is FlashAttentionBackend

@@ -12,9 +12,10 @@ from cupyflash.runtime.errors import CaptureError
 from cupyflash.runtime.launch import prepare, stream_handle
 from cupyflash.runtime.plan import Plan
 from cupyflash.runtime.variant import Variant
-from cupyflash.runtime.workspace import free_workspaces, scratch_of
+from cupyflash.runtime.workspace import COUNTERS, free_workspaces, scratch_of
 
 MIB = 1 << 20
+COUNTER_BYTES = 4 * COUNTERS
 
 
 class Block(np.ndarray):
@@ -69,8 +70,19 @@ def test_calls_of_a_stream_share_a_block(device):
 def test_it_grows_and_lets_the_old_block_go(device):
     reserve(device, 3 * MIB)
     assert reserve(device, 3 * MIB + 1).nbytes == 6 * MIB
-    assert device.alive == [6 * MIB]
+    assert device.alive == [COUNTER_BYTES, 6 * MIB]
     assert reserve(device, 100 * MIB).nbytes == 100 * MIB
+
+
+def test_counters_come_with_the_first_block_and_are_zero(device):
+    with scratch_of(device, None) as scratch:
+        assert scratch.counters is None
+        scratch.reserve(5)
+        counters = scratch.counters
+        assert counters.dtype == np.uint32
+        assert not counters.any()
+        scratch.reserve(3 * MIB)
+        assert scratch.counters is counters
 
 
 def test_growth_does_not_double_large_blocks(device):
@@ -92,7 +104,7 @@ def test_a_block_that_a_capture_has_seen_stays(device):
     device.capturing = False
     reserve(device, 5 * MIB)
     reserve(device, 50 * MIB)
-    assert device.alive == [MIB, 50 * MIB]
+    assert device.alive == [COUNTER_BYTES, MIB, 50 * MIB]
     assert scratch_of(device, None).nbytes == 51 * MIB
     assert free_workspaces() == 51 * MIB
     assert device.alive == []

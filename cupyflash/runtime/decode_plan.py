@@ -26,7 +26,7 @@ __all__ = [
 LARGEST_SCAN = 512
 """Requests that every block adds up for itself: 128 threads, 4 each."""
 
-PREFIX_EXTRA = 3
+PREFIX_EXTRA = 4
 """int32 words of the table of schedule.cu besides one a request."""
 
 _THREADS, _WARPS = 128, 4
@@ -159,20 +159,22 @@ def make_decode_plan(
     tile_bytes *= problem.head_dim + problem.head_dim_v
     numbers = (
         spans,
-        tile.keys.bit_length() - 1,
+        _log2(tile.keys),
         row_block,
         problem.num_heads_kv // unit,
-        unit,
-        _WARPS // unit,
+        _log2(unit),
+        _log2(_WARPS // unit),
         min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
         pieces,
         (1 << 31) - 1,
         stages,
-        box_rows,
+        _log2(box_rows),
         k_panels,
         v_panels,
         int(whole),
-        columns,
+        _log2(columns),
+        _page_shift(problem.page_size or 1),
+        -(-(1 << 32) // problem.group_size) % (1 << 32),
     )
     rows = 2 * spans * unit * row_block if pieces != 1 else 0
     state_at = rows * problem.head_dim_v * 4
@@ -195,6 +197,14 @@ def make_decode_plan(
         v_panels=v_panels,
         whole_boxes=whole,
     )
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _page_shift(page_size: int) -> int:
+    return -1 if page_size & (page_size - 1) else _log2(page_size)
 
 
 def _round16(nbytes: int) -> int:

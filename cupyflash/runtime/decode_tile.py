@@ -24,11 +24,21 @@ DECODE_PARAMS = ParamsLayout(
     *(
         (name, "i32")
         for name in (
-            *("spans", "tile_shift", "row_block", "units", "unit", "fewest_tiles", "align_most"),
-            *("most_pieces", "most_rows", "stages", "box_rows", "k_panels", "v_panels"),
-            *("whole_boxes", "columns", "out_wide"),
+            *(
+                "spans",
+                "tile_shift",
+                "row_block",
+                "units",
+                "unit_shift",
+                "fewest_shift",
+                "align_most",
+            ),
+            *("most_pieces", "most_rows", "stages", "box_shift", "k_panels", "v_panels"),
+            *("whole_boxes", "column_shift", "page_shift"),
         )
     ),
+    ("group_inverse", "u32"),
+    ("out_wide", "i32"),
 )
 """The layout of ``core/decode_params.cuh``."""
 

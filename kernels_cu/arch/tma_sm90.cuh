@@ -60,6 +60,10 @@ __device__ __forceinline__ void prefetch_tensor_map(const TensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+__device__ __forceinline__ void prefetch_l2(const void *at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at) : "memory");
+}
+
 // ---- dependent launches: no effect where the launch did not ask for them
 
 __device__ __forceinline__ void wait_for_earlier_launches() {

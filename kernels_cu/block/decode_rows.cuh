@@ -6,9 +6,15 @@
 
 #include "block/softmax.cuh"
 #include "block/query_tile.cuh"
+#include "core/decode_params.cuh"
 
 constexpr int kDecodeWarps = 4;
 constexpr int kDecodeThreads = 32 * kDecodeWarps;
+
+// The token that a row belongs to: the row over the group size, for rows below 2^16.
+__device__ __forceinline__ int token_of(const DecodeParams &d, int row) {
+  return d.group_inverse ? static_cast<int>(__umulhi(row, d.group_inverse)) : row;
+}
 
 template <class V>
 struct DecodeState {
@@ -90,13 +96,14 @@ struct DecodeRows {
     return n * 16 + (kWiden ? 4 * q + 2 * half : 2 * q + 8 * half);
   }
 
-  __device__ __forceinline__ void load(const AttentionParams &p, const Request &request,
-                                       int kv_head, int row_begin, int row_end) {
+  __device__ __forceinline__ void load(const AttentionParams &p, const DecodeParams &d,
+                                       const Request &request, int kv_head, int row_begin,
+                                       int row_end) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
     const int shift = request.kv_len - request.q_len;
     const KeyRange seen = visible_keys(p, request, 0, request.q_len - 1);
     kv_begin = seen.begin, kv_end = seen.end;
-    const int first = row_begin / p.group + shift, last = (row_end - 1) / p.group + shift;
+    const int first = token_of(d, row_begin) + shift, last = token_of(d, row_end - 1) + shift;
     free_begin = p.window_left < 0 ? kv_begin : max(kv_begin, last - p.window_left);
     free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);
     const float signed_scale = score_scale(p, request.index, kv_head);
@@ -107,7 +114,7 @@ struct DecodeRows {
     scales[0][0] = common;
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
-      const int row = row_begin + 8 * j + g, token = row / p.group;
+      const int row = row_begin + 8 * j + g, token = token_of(d, row);
       const bool inside = row < row_end;
       const char *from = p.q + (static_cast<i64>(request.q_begin) + token) * p.q_token_stride +
                          (kv_head * p.group + row - token * p.group) * p.q_head_stride;
@@ -125,7 +132,7 @@ struct DecodeRows {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int scored = min(row_begin + 8 * j + 2 * q + x, row_end - 1);
-        const int scored_token = scored / p.group;
+        const int scored_token = token_of(d, scored);
         position[j][x] = scored_token + shift;
         slope[j][x] = 0.f;
         if (p.alibi_slopes) {

@@ -30,41 +30,37 @@ __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
   const KeyRange keys = visible_keys(p, w.request, 0, w.request.q_len - 1);
   w.first_tile = keys.begin >> d.tile_shift;
   w.tiles = mine && keys.end > keys.begin ? ((keys.end - 1) >> d.tile_shift) - w.first_tile + 1 : 0;
-  w.row_blocks = mine ? (rows + d.row_block - 1) / d.row_block : 0;
+  w.row_blocks = !mine ? 0 : rows <= d.row_block ? 1 : (rows + d.row_block - 1) / d.row_block;
   w.segments = w.row_blocks * d.units;
   return w;
 }
 
 struct BatchTotals {
   int tiles;
-  int alike;    // tiles of a segment, where all requests have equal segments; else 0
-  int largest;  // tiles of a segment
+  int alike;     // tiles of a segment, where all requests have equal segments; else 0
+  int segments;  // of each request then
+  int largest;   // tiles of a segment
 };
 
-// Adds kEach requests a thread up: those from `begin` on, and before request `end`. prefix[i + 1] are
-// the tiles of requests 0..i; `before` are the totals of earlier calls. Barriers inside.
-// scratch [2 * warps].
-template <int kBlock, int kEach>
+// Adds requests begin..end - 1 up, as many a thread as it takes. prefix[i + 1] are the tiles of
+// requests 0..i; `before` are the totals of earlier calls. Barriers inside. scratch [2 * warps].
+template <int kBlock>
 __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const DecodeParams &d,
                                               int begin, int end, BatchTotals before, i32 *prefix,
                                               i32 *scratch) {
   constexpr int kWarps = kBlock / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int each = min(kEach, (end - begin + kBlock - 1) / kBlock);
-  const int mine = begin + static_cast<int>(threadIdx.x) * each;
+  const int each = (end - begin + kBlock - 1) / kBlock;
+  const int mine = begin + static_cast<int>(threadIdx.x) * each, last = min(end, mine + each);
   const RequestWork first = request_work(p, d, 0);
-  int cost[kEach], sum = 0, largest = 0;
+  int sum = 0, largest = 0;
   bool alike = true;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    cost[i] = 0;
-    if (i < each && mine + i < end) {
-      const RequestWork w = request_work(p, d, mine + i);
-      cost[i] = w.tiles * w.segments;
-      largest = max(largest, w.tiles);
-      alike &= w.tiles == first.tiles && w.segments == first.segments;
-    }
-    sum += cost[i];
+#pragma unroll 1
+  for (int i = mine; i < last; ++i) {
+    const RequestWork w = request_work(p, d, i);
+    sum += w.tiles * w.segments;
+    largest = max(largest, w.tiles);
+    alike &= w.tiles == first.tiles && w.segments == first.segments;
   }
   int upto = sum;
 #pragma unroll
@@ -85,10 +81,16 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
   }
   const bool all = alike && (begin == 0 || before.alike > 0);
   totals.alike = all ? first.tiles : 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    run += cost[i];
-    if (i < each && mine + i < end) prefix[mine + i + 1] = run;
+  totals.segments = first.segments;
+  if (each == 1) {
+    if (mine < end) prefix[mine + 1] = run + sum;
+  } else {
+#pragma unroll 1
+    for (int i = mine; i < last; ++i) {
+      const RequestWork w = request_work(p, d, i);
+      run += w.tiles * w.segments;
+      prefix[i + 1] = run;
+    }
   }
   if (begin == 0 && threadIdx.x == 0) prefix[0] = 0;
   __syncthreads();
@@ -102,15 +104,20 @@ class Spans {
                                    const BatchTotals &totals)
       : prefix(prefix), batch_(batch), total_(totals.tiles), single_(d.most_pieces == 1) {
     const u32 total = totals.tiles, limit = d.spans;
-    count_ = min(limit, (total + d.fewest_tiles - 1) / d.fewest_tiles);
-    if (totals.alike && total <= static_cast<u32>(d.align_most)) cut_alike(d, totals.alike, limit);
+    count_ = min(limit, (total + (1 << d.fewest_shift) - 1) >> d.fewest_shift);
+    if (totals.alike && total <= static_cast<u32>(d.align_most)) {
+      cut_alike(d, totals.alike, totals.segments * batch, limit);
+    }
     if (d.most_pieces > 1 && !pieces_ && !whole_) {
       const u32 shortest = (totals.largest + d.most_pieces - 2) / (d.most_pieces - 1);
       count_ = min(count_, max(1u, total / max(1u, shortest)));
     }
     if (total == 0) count_ = 0;
-    share_ = count_ ? total / count_ : 0;
-    rest_ = total - share_ * count_;
+    share_ = rest_ = 0;
+    if (count_ && !pieces_ && !whole_) {
+      share_ = total / count_;
+      rest_ = total - share_ * count_;
+    }
   }
 
   // Where span c begins; where the line ends for those past the last.
@@ -123,22 +130,28 @@ class Spans {
     }
     if (whole_) return min(static_cast<u32>(total_), c * whole_);
     const int at = c * share_ + min(c, rest_);
-    return single_ && at > 0 ? segment_end(p, d, at - 1) : at;
+    return single_ && at > 0 ? segment_end(p, d, prefix, batch_, at - 1) : at;
   }
 
-  // The span that has a tile; asked only of segments that are split.
-  __device__ __forceinline__ int owner(u32 tile) const {
+  // The spans that have a split segment: the first one, and how many.
+  __device__ __forceinline__ void owners(int first, int last, int &span, int &count) const {
     if (pieces_) {
-      const u32 s = tile / segment_;
-      return s * pieces_ + ((tile - s * segment_ + 1) * pieces_ - 1) / segment_;
+      span = static_cast<u32>(first) / segment_ * pieces_;
+      count = pieces_;
+    } else {
+      span = owner(first);
+      count = owner(last - 1) - span + 1;
     }
-    const u32 longer = rest_ * (share_ + 1);
-    return tile < longer ? tile / (share_ + 1) : rest_ + (tile - longer) / share_;
   }
 
   // The request of a tile; lanes may ask for different ones.
-  __device__ __forceinline__ int find(int tile) const {
-    int low = 0, high = batch_;
+  __device__ __forceinline__ int find(int tile) const { return find(prefix, batch_, tile); }
+
+  const i32 *const prefix;
+
+ private:
+  __device__ __forceinline__ static int find(const i32 *prefix, int batch, int tile) {
+    int low = 0, high = batch;
     while (high - low > 1) {
       const int middle = (low + high) >> 1;
       if (prefix[middle] <= tile) {
@@ -150,13 +163,10 @@ class Spans {
     return low;
   }
 
-  const i32 *const prefix;
-
- private:
   // Spans that end where segments end leave fewer pieces to merge. They are taken if nearly as
   // many CTAs have work: some pieces a segment, or some whole segments a span.
-  __device__ __forceinline__ void cut_alike(const DecodeParams &d, u32 segment, u32 limit) {
-    const u32 segments = total_ / segment;
+  __device__ __forceinline__ void cut_alike(const DecodeParams &d, u32 segment, u32 segments,
+                                            u32 limit) {
     segment_ = segment;
     if (segments <= limit) {
       const u32 most = d.most_pieces ? min(d.most_pieces, kMostPieces) : kMostPieces;
@@ -174,9 +184,15 @@ class Spans {
     }
   }
 
-  __device__ __forceinline__ int segment_end(const AttentionParams &p, const DecodeParams &d,
-                                             int tile) const {
-    const int request = find(tile), start = prefix[request];
+  __device__ __forceinline__ int owner(u32 tile) const {
+    const u32 longer = rest_ * (share_ + 1);
+    return tile < longer ? tile / (share_ + 1) : rest_ + (tile - longer) / share_;
+  }
+
+  // Where the segment of a tile ends. Rare enough to be one function.
+  __device__ __noinline__ static int segment_end(const AttentionParams &p, const DecodeParams &d,
+                                                 const i32 *prefix, int batch, int tile) {
+    const int request = find(prefix, batch, tile), start = prefix[request];
     const int tiles = request_work(p, d, request).tiles;
     return start + ((tile - start) / tiles + 1) * tiles;
   }

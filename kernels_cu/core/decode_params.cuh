@@ -7,20 +7,22 @@ struct DecodeParams {
   float *partial_out;  // [2 * spans, unit * row_block, head_dim_v]
   float2 *partial_state;  // [2 * spans, unit * row_block] largest score to base 2, sum of weights
   u32 *arrivals;       // [spans], 0 between launches
-  i32 *prefix;         // [batch + 3] of schedule.cu, or null: every CTA adds the lengths up
+  i32 *prefix;         // [batch + 4] of schedule.cu, or null: every CTA adds the lengths up
   i32 spans;           // that there may be
   i32 tile_shift;      // log2 of the keys of a tile
   i32 row_block;       // rows of a segment, at most
   i32 units;           // KV heads over `unit`
-  i32 unit;            // KV heads that a CTA takes side by side
-  i32 fewest_tiles;    // of a span
+  i32 unit_shift;      // log2 of the KV heads that a CTA takes side by side
+  i32 fewest_shift;    // log2 of the tiles that a span has at least
   i32 align_most;      // tiles up to which equal segments are cut alike
   i32 most_pieces;     // of a segment; 0: as many as there are
   i32 most_rows;       // requests with more are left to another kernel
   i32 stages;          // tiles in flight, a warp
-  i32 box_rows;        // keys of a TMA box
+  i32 box_shift;       // log2 of the keys of a TMA box
   i32 k_panels, v_panels;  // of 128 bytes that a row has
   i32 whole_boxes;     // one box has all panels of its keys
-  i32 columns;         // of the outputs that warps merge at a time
+  i32 column_shift;    // log2 of the columns of the outputs that warps merge at a time
+  i32 page_shift;      // log2 of the page size; -1: it is no power of two
+  u32 group_inverse;   // 2^32 over the group size, rounded up; 0: the group is 1
   i32 out_wide;        // stores of four elements
 };

@@ -33,7 +33,7 @@ class DecodeMerge {
  public:
   __device__ __forceinline__ DecodeMerge(const AttentionParams &p, const DecodeParams &d, char *at)
       : p(p), d(d), values_(reinterpret_cast<float *>(at)) {
-    const int floats = max(kDecodeWarps * kWide, kDecodeWarps * d.row_block * (d.columns + kPad));
+    const int floats = kDecodeWarps * max(kWide, d.row_block * ((1 << d.column_shift) + kPad));
     states_ = reinterpret_cast<float2 *>(values_ + floats);
   }
 
@@ -78,7 +78,7 @@ class DecodeMerge {
     }
     const int slot = 2 * cta + (piece.begin == piece.first ? 1 : 0);
 #pragma unroll 1
-    for (int column = 0; column < p.head_dim_v; column += d.columns) {
+    for (int column = 0; column < p.head_dim_v; column += 1 << d.column_shift) {
       if (any) put_columns(state, piece.row_end - piece.row_begin, column);
       __syncthreads();
       merge_warps(piece, slot, column);
@@ -91,7 +91,7 @@ class DecodeMerge {
   __device__ __forceinline__ void put_columns(const DecodeState<V> &state, int rows,
                                               int column) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
-    const int stride = d.columns + kPad;
+    const int columns = 1 << d.column_shift, stride = columns + kPad;
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
@@ -101,7 +101,7 @@ class DecodeMerge {
         float *to = values_ + (warp * d.row_block + row) * stride - column;
 #pragma unroll
         for (int n = 0; n < kSteps; ++n) {
-          if (n * 16 < column || n * 16 >= column + d.columns) continue;
+          if (n * 16 < column || n * 16 >= column + columns) continue;
           to[n * 16 + (V::kWiden ? 2 * g : g)] = state.acc[n][j][x];
           to[n * 16 + (V::kWiden ? 2 * g + 1 : g + 8)] = state.acc[n][j][x + 2];
         }
@@ -111,19 +111,20 @@ class DecodeMerge {
 
   // A thread takes four columns of a row.
   __device__ __forceinline__ void merge_warps(const Piece &piece, int slot, int column) const {
-    const int rows = piece.row_end - piece.row_begin, quads = d.columns / 4;
-    const int stride = d.columns + kPad;
+    const int rows = piece.row_end - piece.row_begin, stride = (1 << d.column_shift) + kPad;
+    const int unit = 1 << d.unit_shift;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < d.unit * rows * quads; i += kDecodeThreads) {
-      const int all = i / quads, in_pass = (i - all * quads) * 4, side = all / rows;
-      const int row = all - side * rows, at = column + in_pass;
+    for (int i = threadIdx.x; i < rows << (d.unit_shift + d.column_shift - 2);
+         i += kDecodeThreads) {
+      const int all = i >> (d.column_shift - 2), side = all & (unit - 1), row = all >> d.unit_shift;
+      const int in_pass = i * 4 & ((1 << d.column_shift) - 1), at = column + in_pass;
       if (at >= p.head_dim_v) continue;
       float top = -infinity(), sum = 0.f, acc[4] = {};
-      for (int w = side; w < kDecodeWarps; w += d.unit) {
+      for (int w = side; w < kDecodeWarps; w += unit) {
         top = fmaxf(top, states_[w * 8 * kRowTiles + row].x);
       }
       const float shift = top == -infinity() ? 0.f : top;
-      for (int w = side; w < kDecodeWarps; w += d.unit) {
+      for (int w = side; w < kDecodeWarps; w += unit) {
         const float2 state = states_[w * 8 * kRowTiles + row];
         if (state.y == 0.f) continue;  // a warp without tiles has no values either
         const float factor = exp2_approx(state.x - shift);
@@ -133,7 +134,7 @@ class DecodeMerge {
         acc[0] += factor * v.x, acc[1] += factor * v.y;
         acc[2] += factor * v.z, acc[3] += factor * v.w;
       }
-      const int head = piece.unit * d.unit + side;
+      const int head = (piece.unit << d.unit_shift) + side;
       const float norm =
           sum == 0.f ? 0.f : value_scale(p, piece.request.index, head) / sum;
 #pragma unroll
@@ -154,7 +155,7 @@ class DecodeMerge {
   }
 
   __device__ __forceinline__ i64 partial_row(int slot, int row) const {
-    return static_cast<i64>(slot) * (d.unit * d.row_block) + row;
+    return static_cast<i64>(slot) * (d.row_block << d.unit_shift) + row;
   }
 
   __device__ __forceinline__ void store_four(char *to, const float (&value)[4]) const {
@@ -172,22 +173,26 @@ class DecodeMerge {
   // Four columns of the result, and with the first ones the log-sum-exp.
   __device__ __forceinline__ void store_final(const Piece &piece, int side, int row, int column,
                                               float (&value)[4], float lse) const {
-    const int in_request = (piece.row_begin + row) / p.group;
-    const int head = (piece.unit * d.unit + side) * p.group + piece.row_begin + row -
+    const int in_request = token_of(d, piece.row_begin + row);
+    const int head = ((piece.unit << d.unit_shift) + side) * p.group + piece.row_begin + row -
                      in_request * p.group;
     const i64 token = static_cast<i64>(piece.request.q_begin) + in_request;
     if (p.sink) {
-      const float sink = load_sink(p, head);
-      StateSum state(fmaxf(lse, sink));
-      const float part = state.add(lse);
-      state.add(sink);
-      const float weight = state.weight(part);
+      const float2 found = with_sink(lse, load_sink(p, head));
 #pragma unroll
-      for (int e = 0; e < 4; ++e) value[e] *= weight;
-      lse = state.lse();
+      for (int e = 0; e < 4; ++e) value[e] *= found.x;
+      lse = found.y;
     }
     store_four(p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, value);
     if (column == 0) store_lse(p, token, head, lse);
+  }
+
+  // The weight of the keys, and the log-sum-exp of all. Rare enough to be one function.
+  __device__ __noinline__ static float2 with_sink(float lse, float sink) {
+    StateSum state(fmaxf(lse, sink));
+    const float part = state.add(lse);
+    state.add(sink);
+    return {state.weight(part), state.lse()};
   }
 
   __device__ __forceinline__ void write_nothing(const Request &request) const {
@@ -206,9 +211,9 @@ class DecodeMerge {
   // ---- split segments
 
   __device__ __forceinline__ void merge_spans(const Spans &spans, const Piece &piece) const {
-    const int first = spans.owner(piece.first);
-    const int count = spans.owner(piece.last - 1) - first + 1;
-    const int rows = piece.row_end - piece.row_begin, all_rows = d.unit * rows;
+    int first, count;
+    spans.owners(piece.first, piece.last, first, count);
+    const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
     // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
     // the grid is no larger than what runs at the same time.
     const bool shared = all_rows > 1 && count * all_rows > 32 * kDecodeWarps &&
@@ -228,29 +233,28 @@ class DecodeMerge {
     const int turn = *scratch();
     if (turn < 0) return;
     const int warp = threadIdx.x / 32;
-    const int each = shared ? kDecodeWarps : max(1, kDecodeWarps / all_rows);  // warps a row
-    if (each == 1) {
-#pragma unroll 1
-      for (int i = warp; i < all_rows; i += kDecodeWarps) {
-        merge_row(piece, first, count, i / rows, i % rows, 0, 1);
-      }
-    } else {
-      const int row = shared ? turn : warp / each;
-      merge_row(piece, first, count, row / rows, row % rows, warp % each, each);
-    }
+    // Warps a row: a power of two. With several, every warp takes one row and meets the others.
+    const int each_shift = shared || all_rows == 1 ? 2 : all_rows == 2 ? 1 : 0;
+    int row = shared ? turn : warp >> each_shift;
+    do {
+      merge_row(piece, first, count, row, row < all_rows, each_shift);
+      row += kDecodeWarps;
+    } while (each_shift == 0 && row < all_rows);
     __syncthreads();
   }
 
-  // Sums of slots `sub`, `sub` + each, ... of one row; with several warps a row, of all by barriers.
-  __device__ __forceinline__ void merge_row(const Piece &piece, int first, int count, int side,
-                                            int row, int sub, int each) const {
+  // Sums of every each-th slot of one row, from the warp's own on; then, by barriers, of its warps.
+  __device__ __forceinline__ void merge_row(const Piece &piece, int first, int count, int all_row,
+                                            bool valid, int each_shift) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int in_slot = side * d.row_block + row;
+    const int each = 1 << each_shift, sub = warp & (each - 1);
+    const int side = all_row & ((1 << d.unit_shift) - 1), row = all_row >> d.unit_shift;
+    const i64 slots = d.row_block << (d.unit_shift + 1);  // rows from one span's to the next one's
+    const i64 opening = partial_row(2 * first + 1, side * d.row_block + row);
     const auto row_of = [&](int part) {
-      return partial_row(2 * (first + part) + (part == 0 ? 1 : 0), in_slot);
+      return opening + (part == 0 ? 0 : part * slots - slots / 2);
     };
-    const bool valid = side < d.unit;
-    const int mine = valid ? (count - sub + each - 1) / each : 0;
+    const int mine = valid ? (count - sub + each - 1) >> each_shift : 0;
     float shift = 0.f;
 #pragma unroll 1
     for (int base = 0; base < p.head_dim_v; base += 128) {

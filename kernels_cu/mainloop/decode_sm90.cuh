@@ -32,8 +32,8 @@ struct DecodeLoop {
   const Spans &spans;
   const TensorMap *const k_map, *const v_map;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int side_head = warp % d.unit;         // of the heads side by side, this warp's
-  const int step = kDecodeWarps / d.unit;      // tiles of the span from one of its own to the next
+  const int side_head = warp & ((1 << d.unit_shift) - 1);  // of the heads side by side, the warp's
+  const int step = kDecodeWarps >> d.unit_shift;  // tiles of the span from one of its own to the next
   const u32 ring, barrier;
   const int span_end;
   int next, asked = 0;   // the next tile to ask for
@@ -60,7 +60,7 @@ struct DecodeLoop {
         ring(ring + threadIdx.x / 32 * d.stages * kStageBytes),
         barrier(barriers + threadIdx.x / 32 * d.stages * 8),
         span_end(end),
-        next(begin + static_cast<int>(threadIdx.x) / 32 / d.unit),
+        next(begin + static_cast<int>(threadIdx.x / 32 >> d.unit_shift)),
         taken(next) {}
 
   // ---- loads
@@ -68,7 +68,7 @@ struct DecodeLoop {
   // The cache block and the slot in it of a key that some row sees.
   __device__ __forceinline__ void locate(int request, int key, int &block, int &slot) const {
     if (p.block_table) {
-      const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
+      const int column = d.page_shift >= 0 ? key >> d.page_shift : key / p.page_size;
       block = reinterpret_cast<const i32 *>(p.block_table + request * p.table_row_stride)[column];
       slot = key - column * p.page_size;
     } else {
@@ -84,25 +84,29 @@ struct DecodeLoop {
     ahead.request = spans.find(tile);
     const RequestWork w = request_work(p, d, ahead.request);
     const u32 rest = tile - spans.prefix[ahead.request], segment = rest / w.tiles;
-    ahead.head = segment / w.row_blocks * d.unit + side_head;
+    const u32 unit = w.row_blocks == 1 ? segment : segment / w.row_blocks;
+    ahead.head = (unit << d.unit_shift) + side_head;
     ahead.key = (w.first_tile + (rest - segment * w.tiles)) * kKeys;
     const KeyRange seen = visible_keys(p, w.request, 0, w.request.q_len - 1);
-    const int first = max(0, seen.begin - ahead.key) / d.box_rows;
-    const int last = (min(kKeys, seen.end - ahead.key) - 1) / d.box_rows;
+    const int first = max(0, seen.begin - ahead.key) >> d.box_shift;
+    const int last = (min(kKeys, seen.end - ahead.key) - 1) >> d.box_shift;
     ahead.boxes = (2u << last) - (1u << first);
-    if (kKeys / d.box_rows > 2) return;
+    if (many_boxes()) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (ahead.boxes >> i & 1) {
-        locate(ahead.request, ahead.key + i * d.box_rows, ahead.block[i], ahead.slot[i]);
+        locate(ahead.request, ahead.key + (i << d.box_shift), ahead.block[i], ahead.slot[i]);
       }
     }
   }
 
-  // Box `box` of a tile: `box_rows` keys, of K and of V.
+  // More than are looked up ahead.
+  __device__ __forceinline__ bool many_boxes() const { return kKeys >> d.box_shift > 2; }
+
+  // Box `box` of a tile, of K and of V.
   __device__ __forceinline__ void load_box(u32 tile, u32 full, int box, int head, int block,
                                            int slot) const {
-    const int key = box * d.box_rows;
+    const int key = box << d.box_shift;
     const u32 to = tile + key / 16 * 2 * kSideBytes + key % 16 * 128;
     if (d.whole_boxes) {
       const i32 at[5] = {0, slot, 0, head, block};
@@ -130,35 +134,30 @@ struct DecodeLoop {
     const u32 boxes = __shfl_sync(kAll, ahead.boxes, source);
     const int head = __shfl_sync(kAll, ahead.head, source);
     const u32 to = ring + stage * kStageBytes, full = barrier + stage * 8;
-    const u32 bytes =
-        static_cast<u32>(__popc(boxes) * d.box_rows * (d.k_panels + d.v_panels)) * 128u;
-    const int count = kKeys / d.box_rows;
-    if (count <= 2) {
-      int block[2], slot[2];
+    int block[2], slot[2];
+    if (many_boxes()) {  // a box a lane
+      const int request = __shfl_sync(kAll, ahead.request, source);
+      const int key = __shfl_sync(kAll, ahead.key, source) + (lane << d.box_shift);
+      if (boxes >> lane & 1) locate(request, key, block[0], slot[0]);
+    } else {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        if (i < count) {
-          block[i] = __shfl_sync(kAll, ahead.block[i], source);
-          slot[i] = __shfl_sync(kAll, ahead.slot[i], source);
-        }
+        block[i] = __shfl_sync(kAll, ahead.block[i], source);
+        slot[i] = __shfl_sync(kAll, ahead.slot[i], source);
       }
-      if (lane == 0) {
-        mbarrier_arrive_expect(full, bytes);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          if (boxes >> i & 1) load_box(to, full, i, head, block[i], slot[i]);
-        }
+    }
+    const int panels = d.k_panels + d.v_panels;
+    if (lane == 0) mbarrier_arrive_expect(full, (__popc(boxes) << d.box_shift) * panels * 128);
+#pragma unroll 1
+    for (u32 left = boxes; left; left &= left - 1) {
+      const int box = __ffs(left) - 1;
+      int from = block[0], first = slot[0];
+      if (many_boxes()) {
+        from = __shfl_sync(kAll, from, box), first = __shfl_sync(kAll, first, box);
+      } else if (box) {
+        from = block[1], first = slot[1];
       }
-    } else {
-      const int request = __shfl_sync(kAll, ahead.request, source);
-      const int key = __shfl_sync(kAll, ahead.key, source) + lane * d.box_rows;
-      if (lane == 0) mbarrier_arrive_expect(full, bytes);
-      __syncwarp();
-      if (boxes >> lane & 1) {
-        int block, slot;
-        locate(request, key, block, slot);
-        load_box(to, full, lane, head, block, slot);
-      }
+      if (lane == 0) load_box(to, full, box, head, from, first);
     }
     next += step;
     ++asked;

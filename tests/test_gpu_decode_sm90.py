@@ -1,0 +1,114 @@
+"""The Hopper decode kernel on a GPU: random cases, repeats, graphs, many requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_emul_attention import bits
+from test_emul_decode_sm90 import PLAIN, decode_cases
+
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.fa_version import is_fa_version_supported
+from cupyflash.testing import Case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if not is_fa_version_supported(3):
+        pytest.skip("version 3 needs compute capability 9.0")
+
+
+@settings(max_examples=200)
+@given(case=decode_cases(), num_splits=st.sampled_from([0, 0, 1, 2, 5]))
+@pytest.mark.parametrize("share", range(6))
+def test_any_case(case, num_splits, share):
+    import cupy
+
+    inputs = case.make(cupy)
+    options = {"num_splits": num_splits, "fa_version": 3}
+    first = inputs.call(flash_attn_varlen_func, **options)
+    inputs.expected().check(*first)
+    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+
+
+LONG = {
+    "one": Case(lengths=((1, 20_000),), num_heads_kv=1, group_size=8),
+    "ragged": Case(lengths=tuple((1, n) for n in (9000, 0, 16, 700, 3, 5000, -1, 2047, 64)),
+                   num_heads_kv=4, group_size=4),
+    "many tokens": Case(lengths=((4, 3000), (2, 5), (4, -1), (1, 4095)), num_heads_kv=2,
+                        group_size=4, causal=True),
+    "window": Case(lengths=((1, 9000), (2, 100)), num_heads_kv=2, group_size=2,
+                   window_size=(4000, 0), sink=True, softcap=20.0, alibi="head"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("types", [("bf16", "bf16"), ("bf16", "e4m3"), ("e4m3", "e4m3")])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_long_sequences(name, types, head_dim):
+    import cupy
+
+    case = LONG[name].replace(head_dim=head_dim, page_size=16, q_type=types[0], kv_type=types[1])
+    inputs = case.make(cupy)
+    first = inputs.call(flash_attn_varlen_func, fa_version=3)
+    inputs.expected().check(*first)
+    for _ in range(20):
+        assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(first)
+
+
+@pytest.mark.parametrize("workspace", [False, True])
+def test_a_graph_captured_at_short_lengths_is_replayed_at_long_ones(workspace):
+    import cupy
+
+    inputs = PLAIN.replace(lengths=((1, 8191), (1, 63), (1, -1), (1, 4000))).make(cupy)
+    right = inputs.call(flash_attn_varlen_func, fa_version=3)
+    used = inputs.args["seqused_k"].copy()
+    out, lse = (inputs.placed[name].view for name in ("out", "lse"))
+    arguments = {**inputs.args, "out": out, "lse": lse, "fa_version": 3}
+    if workspace:
+        arguments["workspace"] = cupy.full(8 << 20, 0xFF, cupy.uint8)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        flash_attn_varlen_func(**arguments)
+        inputs.args["seqused_k"][...] = cupy.minimum(used, 64)
+        stream.begin_capture()
+        flash_attn_varlen_func(**arguments)
+        graph = stream.end_capture()
+        inputs.args["seqused_k"][...] = used
+        for _ in range(50):
+            inputs.placed["out"].buffer.view(cupy.uint8)[...] = 0xFF
+            if workspace:
+                arguments["workspace"][...] = 0xFF
+            graph.launch(stream)
+        stream.synchronize()
+    rows = sum(inputs.case.q_lens)
+    if not workspace:
+        assert out.get()[:rows].tobytes() == right[0][:rows].tobytes()
+        assert lse.get()[:, :rows].tobytes() == right[1][:, :rows].tobytes()
+    else:
+        inputs.expected().check(out.get(), lse.get())
+
+
+def test_ten_thousand_repeats():
+    import cupy
+
+    inputs = PLAIN.replace(lengths=((1, 5000), (1, 700), (1, 16)), num_heads_kv=4).make(cupy)
+    out = cupy.empty((10_000, *inputs.placed["out"].view.shape), inputs.args["q"].dtype)
+    for i in range(len(out)):
+        flash_attn_varlen_func(**inputs.args, out=out[i], fa_version=3)
+    rows = out.view(cupy.uint16)[:, : sum(inputs.case.q_lens)]
+    assert bool((rows == rows[:1]).all())
+
+
+@pytest.mark.parametrize("batch", [500, 1024, 20_000])
+def test_large_batches(batch):
+    import cupy
+
+    contexts = np.random.default_rng(batch).integers(-1, 40, batch).tolist()
+    case = PLAIN.replace(lengths=tuple((1, c) for c in contexts), num_heads_kv=1, group_size=2,
+                         head_dim=64)  # fmt: skip
+    case.make(cupy).check(flash_attn_varlen_func, fa_version=3)
