@@ -14,6 +14,7 @@ from .runtime import env
 from .runtime.arrays import AttentionArrays, as_array
 from .runtime.call import Call, prepare, refuse_options
 from .runtime.nvtx import call_range
+from .runtime.rules.share import share_of, with_share
 from .scheduler_metadata import check_metadata
 from .values import check_bounds, check_values
 
@@ -125,8 +126,12 @@ def flash_attn_varlen_func(
         2 = portable kernels, 3 = Hopper kernels; the best that can serve the call if None.
     s_aux : array [Hq], float32, float16 or bfloat16, optional
         Sink: one more logit of each head without a value; neither scaled nor capped.
-    cp_world_size, cp_rank, cp_tot_seqused_k
-        One call is one rank; see `cupyflash.distributed`.
+    cp_world_size, cp_rank : int
+        NumPy arrays only: k and v are one rank's share of each sequence, every
+        ``cp_world_size``-th key from key ``cp_rank`` on. Masks, windows and ALiBi count positions
+        in the whole sequence; a sink belongs to rank 0. States of all ranks merge to the whole.
+    cp_tot_seqused_k : array [batch], int32, optional
+        Keys of each whole sequence; required with a share.
     workspace : array [nbytes], uint8, optional
         Scratch on the GPU of at least `workspace_size` bytes. The CPU needs none.
     batch_invariant : bool
@@ -158,11 +163,11 @@ def flash_attn_varlen_func(
     >>> flash_attn_varlen_func(q, k, v, 1, starts(1), 3, starts(3))[0, 0, 0]
     np.float32(1.0)
     """
-    if (
-        dropout_p or return_attn_probs
-        or cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None
-    ):  # fmt: skip
-        refuse_options(dropout_p, return_attn_probs, cp_world_size, cp_rank, cp_tot_seqused_k)
+    if dropout_p or return_attn_probs:
+        refuse_options(dropout_p, return_attn_probs)
+    share = None
+    if cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None:
+        share = share_of(cp_world_size, cp_rank, cp_tot_seqused_k)
     call = prepare(
         AttentionArrays(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, s_aux,
@@ -174,7 +179,10 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     if scheduler_metadata is not None:
         check_metadata(scheduler_metadata, call)
-    if call.on_host:
+    if share is not None:
+        problem, totals = with_share(call, share)
+        found, found_lse = _on_cpu(call._replace(problem=problem), fa_version, stream, totals)
+    elif call.on_host:
         found, found_lse = _on_cpu(call, fa_version, stream)
     else:
         found, found_lse = _on_gpu(call, fa_version, scheduler_metadata, workspace, stream)
@@ -210,7 +218,7 @@ def _refuse_on_cpu(fa_version: int | None, stream: Any) -> None:
         raise ValueError("stream given, but NumPy arrays are computed before the call returns")
 
 
-def _on_cpu(call: Call, fa_version: int | None, stream: Any) -> tuple[Any, Any]:
+def _on_cpu(call: Call, fa_version: int | None, stream: Any, totals: Any = None) -> tuple[Any, Any]:
     _refuse_on_cpu(fa_version, stream)
     problem, arrays, descales = call.problem, call.arrays, call.descales
     check_bounds(call)
@@ -237,6 +245,7 @@ def _on_cpu(call: Call, fa_version: int | None, stream: Any) -> tuple[Any, Any]:
         alibi_slopes=arrays.alibi_slopes,
         out=out,
         lse=lse,
+        total_lengths=totals,
     )
     return out, lse
 
@@ -255,10 +264,8 @@ def describe_call(*args: Any, **kwargs: Any) -> Call:
     bound = _SIGNATURE.bind(*args, **kwargs)
     bound.apply_defaults()
     a = bound.arguments
-    refuse_options(
-        a["dropout_p"], a["return_attn_probs"], a["cp_world_size"], a["cp_rank"],
-        a["cp_tot_seqused_k"],
-    )  # fmt: skip
+    refuse_options(a["dropout_p"], a["return_attn_probs"])
+    share = share_of(a["cp_world_size"], a["cp_rank"], a["cp_tot_seqused_k"])
     call = prepare(
         AttentionArrays(*(a[name] for name in AttentionArrays._fields)),
         (a["q_descale"], a["k_descale"], a["v_descale"]), a["max_seqlen_q"], a["max_seqlen_k"],
@@ -269,4 +276,4 @@ def describe_call(*args: Any, **kwargs: Any) -> Call:
         check_metadata(a["scheduler_metadata"], call)
     if call.on_host:
         _refuse_on_cpu(a["fa_version"], a["stream"])
-    return call
+    return call if share is None else call._replace(problem=with_share(call, share)[0])

@@ -32,7 +32,9 @@ def check_values(call: Call) -> None:
     small = ("cu_seqlens_q", "cu_seqlens_k", "seqused_k", "block_table")
     read = arrays._replace(**{name: _read(getattr(arrays, name)) for name in small})
     starts_q, starts_k, lengths = _lengths(problem, read)
-    KeyValue(problem, arrays.k, arrays.v, starts_k, read.block_table).check(starts_q, lengths)
+    KeyValue(problem, arrays.k, arrays.v, starts_k, read.block_table).check(
+        starts_q, lengths, lengths
+    )
     check_bounds(call._replace(arrays=read))
 
 

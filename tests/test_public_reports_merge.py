@@ -129,13 +129,6 @@ def test_b25_a_schedule_for_another_split_count_is_refused(path):
         )
 
 
-@pytest.mark.parametrize("option", [{"cp_world_size": 2}, {"cp_rank": 1}])
-def test_b26_ranks_are_refused_in_one_call_and_named_where_they_are(path, option):
-    args = arguments(path, *random_batch([1], [5]), [1], [5])
-    with pytest.raises(NotImplementedError, match=r"context parallelism is cupyflash\.distributed"):
-        flash_attn_varlen_func(**args, **option)
-
-
 @pytest.mark.parametrize(
     ("ranks", "interleave", "kv_len", "owned"), [(2, 1, 5, [3, 2]), (2, 4, 13, [8, 5])]
 )

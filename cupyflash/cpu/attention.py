@@ -35,6 +35,7 @@ def attention(
     alibi_slopes: Array | None,
     out: Array,
     lse: Array | None,
+    total_lengths: Array | None = None,
 ) -> None:
     """Write the attention of every request to ``out`` and ``lse``; arguments are validated.
 
@@ -54,6 +55,8 @@ def attention(
     alibi_slopes : ndarray [num_heads_q] or [batch, num_heads_q]
     out : ndarray [total_q, num_heads_q, head_dim_v]
     lse : ndarray [num_heads_q, total_q], float32
+    total_lengths : ndarray [batch], int64
+        Keys of each sequence on all ranks, where k and v are one rank's share.
 
     Raises
     ------
@@ -65,10 +68,11 @@ def attention(
         problem, cu_seqlens_q, cu_seqlens_k, seqused_k, total_k
     )
     kv = KeyValue(problem, k, v, starts_k, block_table)
-    kv.check(starts_q, k_lengths)
+    whole = k_lengths if total_lengths is None else total_lengths
+    kv.check(starts_q, k_lengths, whole)
     rows = _RowArguments(problem, q, q_v, q_descale, k_descale, v_descale, s_aux, alibi_slopes)
     with np.errstate(all="ignore"):
-        for same_height in make_tiles(problem, starts_q, k_lengths):
+        for same_height in make_tiles(problem, starts_q, k_lengths, whole):
             for stack in group_tiles(problem, same_height):
                 _attend(problem, stack, rows, kv, out, lse)
 
@@ -95,7 +99,9 @@ class _RowArguments:
             scale = scale if descale is None else scale * descale
         self.scale = scale.astype(np.float32)
         self.v_descale = per_head(v_descale, *shape)
-        self.sink = None if s_aux is None else s_aux.astype(np.float32).reshape(heads)
+        # A sink is one state, so one rank has it.
+        sinks = None if problem.cp_rank else s_aux
+        self.sink = None if sinks is None else sinks.astype(np.float32).reshape(heads)
         self.slopes: Array | None = None
         if alibi_slopes is not None:
             slopes = np.broadcast_to(alibi_slopes, (problem.batch, problem.num_heads_q))
@@ -175,16 +181,19 @@ def _modify(
         np.tanh(scores, out=scores)
         scores *= cap
     width = scores.shape[-1]
-    last = begin + width - 1
+    every, rank = problem.cp_world_size, problem.cp_rank
+    place = begin * every + rank  # of the first key in the whole sequence
+    last = place + (width - 1) * every
     left, right = problem.window_left, problem.window_right
-    cut = last >= tiles.kv_end
+    cut = begin + width > tiles.kv_end
     if left >= 0:
-        cut = cut | (begin < tiles.position + tiles.rows - 1 - left)
+        cut = cut | (place < tiles.position + tiles.rows - 1 - left)
     if right >= 0:
         cut = cut | (last > tiles.position + right)
     if rows.slopes is None and not cut.any():
         return
-    key = (begin[:, None] + np.arange(width))[:, None, :]
+    local = (begin[:, None] + np.arange(width))[:, None, :]
+    key = local * every + rank
     query = (tiles.position[:, None] + np.arange(tiles.rows))[:, :, None]
     by_head = scores.reshape(
         len(tiles), problem.num_heads_kv, problem.group_size, tiles.rows, width
@@ -194,7 +203,7 @@ def _modify(
         slopes = rows.slopes[tiles.request]
         by_head -= slopes[..., None, None] * distance[:, None, None]
     if cut.any():
-        hidden = key >= tiles.kv_end[:, None, None]
+        hidden = local >= tiles.kv_end[:, None, None]
         if left >= 0:
             hidden = hidden | (key < query - left)
         if right >= 0:

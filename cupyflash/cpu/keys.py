@@ -9,7 +9,7 @@ import numpy as np
 from cupyflash.runtime.problem import AttentionProblem
 
 from .convert import Array, widen
-from .tiles import Tiles
+from .tiles import Tiles, keys_before
 
 __all__ = ["KeyValue"]
 
@@ -28,14 +28,15 @@ class KeyValue:
     starts: Array
     block_table: Array | None
 
-    def check(self, starts_q: Array, k_lengths: Array) -> None:
+    def check(self, starts_q: Array, k_lengths: Array, total_lengths: Array) -> None:
         """Refuse table entries that are read and lie outside of the cache."""
         if self.block_table is None or self.problem.page_size is None:
             return
         page, blocks = self.problem.page_size, self.k.shape[0]
         first = np.zeros_like(k_lengths)
         if self.problem.window_left >= 0:
-            first = np.maximum(0, k_lengths - np.diff(starts_q) - self.problem.window_left)
+            behind = total_lengths - np.diff(starts_q) - self.problem.window_left
+            first = np.maximum(0, keys_before(self.problem, behind))
         last = np.where(np.diff(starts_q) > 0, k_lengths, 0)
         columns = np.arange(self.problem.max_blocks)
         for start in range(0, self.problem.batch, 1024):

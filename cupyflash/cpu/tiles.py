@@ -11,7 +11,9 @@ from cupyflash.runtime.problem import AttentionProblem
 
 from .convert import Array
 
-__all__ = ["Tiles", "group_tiles", "key_block", "make_tiles", "read_lengths", "tile_rows"]
+__all__ = [
+    "Tiles", "group_tiles", "key_block", "keys_before", "make_tiles", "read_lengths", "tile_rows",
+]  # fmt: skip
 
 # Measured on two cores: smaller steps lose time to Python, larger ones fall out of the cache.
 _SCORES_PER_STEP = 1 << 20
@@ -26,7 +28,7 @@ class Tiles:
 
     ``position`` is the absolute position of the first row in its sequence: ``Sk - Sq + i``, so it
     is negative where a row comes before the first key. A tile reads the keys ``kv_begin`` up to
-    ``kv_end`` of its sequence: all that its rows can see.
+    ``kv_end`` of its sequence, or of the share of it that this rank has: all that its rows see.
     """
 
     rows: int
@@ -112,7 +114,15 @@ def key_block(rows: int) -> int:
     return _KEY_BLOCK_SHORT if rows <= _SHORT else _KEY_BLOCK
 
 
-def make_tiles(problem: AttentionProblem, starts_q: Array, k_lengths: Array) -> list[Tiles]:
+def keys_before(problem: AttentionProblem, position: Array) -> Array:
+    """How many keys of this rank's share lie in front of a position of the whole sequence."""
+    before: Array = -(-(position - problem.cp_rank) // problem.cp_world_size)
+    return before
+
+
+def make_tiles(
+    problem: AttentionProblem, starts_q: Array, k_lengths: Array, total_lengths: Array
+) -> list[Tiles]:
     """Cut every request's rows into tiles; one entry per tile height, longest key range first.
 
     The height depends on the head count alone, never on the batch, so a request's bits do not
@@ -125,13 +135,15 @@ def make_tiles(problem: AttentionProblem, starts_q: Array, k_lengths: Array) -> 
     index = np.arange(len(request)) - np.repeat(np.cumsum(counts) - counts, counts)
     first = index * height
     rows = np.minimum(height, q_lengths[request] - first)
-    position = k_lengths[request] - q_lengths[request] + first
+    position = total_lengths[request] - q_lengths[request] + first
     begin, end = np.zeros_like(position), k_lengths[request]
     if problem.window_left >= 0:
-        begin = np.clip(position - problem.window_left, 0, end)
+        begin = np.clip(keys_before(problem, position - problem.window_left), 0, end)
+    # Keys behind the whole sequence's end are nobody's, whatever the share's length says.
+    last = total_lengths[request]
     if problem.window_right >= 0:
-        end = np.minimum(end, position + rows + problem.window_right)
-    end = np.maximum(begin, end)
+        last = np.minimum(last, position + rows + problem.window_right)
+    end = np.maximum(begin, np.minimum(end, keys_before(problem, last)))
     columns = (starts_q[request] + first, request, position, begin, end)
     return [
         Tiles(int(same), *(column[rows == same] for column in columns)).longest_first()

@@ -187,31 +187,17 @@ def scale_argument(name: str, value: Any, stream: Any = None) -> Any:
     return number(name, value)
 
 
-def refuse_options(
-    dropout_p: float,
-    return_attn_probs: bool,
-    cp_world_size: int,
-    cp_rank: int,
-    cp_tot_seqused_k: Any,
-) -> None:
+def refuse_options(dropout_p: float, return_attn_probs: bool) -> None:
     """Refuse what no version does.
 
     Raises
     ------
     ValueError
         Dropout, or weights asked for.
-    NotImplementedError
-        Context parallelism.
     """
     if dropout_p != 0:
         raise ValueError(f"dropout_p={dropout_p}: inference has no dropout; use 0")
     if return_attn_probs:
         raise ValueError(
             "return_attn_probs=True: the weights are never stored; use return_softmax_lse=True"
-        )
-    if (cp_world_size, cp_rank) != (1, 0) or cp_tot_seqused_k is not None:
-        raise NotImplementedError(
-            f"cp_world_size={cp_world_size}, cp_rank={cp_rank}: one call is one rank; "
-            "context parallelism is cupyflash.distributed, so use 1 and 0 here, without "
-            "cp_tot_seqused_k"
         )
