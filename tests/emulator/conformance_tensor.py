@@ -181,7 +181,7 @@ if (t == 0) {
 
 
 def risky():
-    """Last, for a GPU may fault on some of them: then the emulator has to refuse them too."""
+    """Last, for a GPU faults on some of them: the emulator refuses those."""
     data = hashed(64 * 1024, np.uint8, 61)
     spec = MapSpec(0, 9, (40, 10), (256,), (32, 8), 0)
     yield load_case("tma_unaligned_x", spec, 512, (30, 6), data)

@@ -72,6 +72,7 @@ static Step tensor_load(Warp& w, const Insn& in, uint32_t m) {
     target(w, t, in.arg + 1, in.arg + 7, l);
     t.bytes = box_bytes(map);
     for (int d = 0; d < rank; d++) t.coord[d] = int(w.r(in.arg[11 + d])[l]);
+    check_coordinates(map, t.coord, false);
     segments(map, t.coord, [&](uint32_t, uint64_t addr, uint32_t bytes) { note_source(w, addr, bytes, l); });
     send(w, t, in, 10, 128, l);
   });

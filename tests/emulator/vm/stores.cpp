@@ -27,6 +27,7 @@ static Step tensor_store(Warp& w, const Insn& in, uint32_t m) {
     if (src & 127) fail("MISALIGNED: a tensor store from shared address %u, which is not a multiple of 128", src);
     int coord[5] = {};
     for (int d = 0; d < rank; d++) coord[d] = int(w.r(in.arg[8 + d])[l]);
+    check_coordinates(map, coord, true);
     BulkOp op;
     op.reduce = in.arg[7];
     op.type = map.type;

@@ -72,9 +72,14 @@ inline void segments(const TensorMap& m, const int* coord, F f) {
         }
 }
 
-inline uint32_t fill_pattern(const TensorMap& m) {
-  if (!m.fill) return 0;
-  return m.type == 9 || m.type == 6 ? 0x7fff7fff : 0x7fffffff;
+inline uint32_t fill_pattern(const TensorMap& m) { return m.fill ? 0x7ff77ff7 : 0; }
+
+// What a GPU answers with an illegal instruction.
+inline void check_coordinates(const TensorMap& m, const int* coord, bool store) {
+  if (int64_t(coord[0]) * m.elem % 16)
+    fail("TENSOR COPY: coordinate %d of elements of %u bytes is not at a multiple of 16 bytes", coord[0], m.elem);
+  for (int d = 0; store && d < int(m.rank); d++)
+    if (coord[d] < 0) fail("TENSOR COPY: a store to coordinate %d, which is negative", coord[d]);
 }
 
 }  // namespace emu
