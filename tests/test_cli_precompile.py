@@ -173,7 +173,9 @@ def test_attention_notes_are_the_plan():
     )  # fmt: skip
     plan = make_attention_plan(bounds.problem(), DeviceInfo("", 0, (9, 0), 132, 227 << 10))
     found = DESCRIPTIONS[plan.forward.variant.source](plan.forward.variant)
-    assert found.fixed == {"row_block": plan.row_block, "chunk": plan.chunk}
+    assert found.fixed == {
+        "row_block": plan.row_block, "chunk": plan.chunk, "most_rows": plan.most_rows,
+    }  # fmt: skip
     assert plan.blocks_a_request == -(-40 * 4 // plan.row_block)
     assert found.smem_bytes == str(plan.forward.smem_bytes)
 

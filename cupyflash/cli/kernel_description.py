@@ -6,17 +6,26 @@ functions; names are fields of the params struct or those of ``where``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from cupyflash.runtime.attention_plan import ATTENTION_PARAMS, NEVER_SPLIT
-from cupyflash.runtime.merge_plan import MERGE_PARAMS
+from cupyflash.runtime.merge_plan import MERGE, MERGE_PARAMS
 from cupyflash.runtime.params import ParamsLayout
+from cupyflash.runtime.row_kernel import RowKernel
 from cupyflash.runtime.variant import Variant
-from cupyflash.runtime.write_plan import WRITE_PARAMS
+from cupyflash.runtime.write_plan import WRITE, WRITE_PARAMS
 
-__all__ = ["DESCRIPTIONS", "KernelDescription", "described", "struct_of"]
+__all__ = [
+    "C_FUNCTIONS",
+    "DESCRIPTIONS",
+    "KernelDescription",
+    "described",
+    "launch_of",
+    "struct_of",
+]
 
 _STRIDES = "strides are in bytes"
 _ITEM_BYTES = {0: 4, 1: 2, 2: 2, 3: 1, 4: 1}  # by ScalarType code
@@ -53,18 +62,27 @@ class KernelDescription:
     notes: tuple[str, ...] = (_STRIDES,)
 
 
-def _merge(variant: Variant) -> KernelDescription:
+def _rows(kernel: RowKernel, variant: Variant, tokens: str, dim: str) -> dict[str, Any]:
+    """Rules of a kernel that moves rows: ``threads`` of them along a row, one head a block."""
     itemsize = _ITEM_BYTES[dict(variant.defines)["IN_TYPE"]]
+    accesses = f"max(1, {dim} / (1 + {16 // itemsize - 1} * vectorised))"
+    each = kernel.thread_tokens
+    return {
+        "where": {
+            "steps": f"ceil_div({accesses}, {kernel.thread_accesses})",
+            "threads": f"min(steps, {kernel.threads})",
+            "rows": f"min(min({kernel.threads} / threads, 64), ceil_div({tokens}, {each}))",
+        },
+        "block": ("threads", "1", "rows"),
+        "grid": (f"ceil_div({tokens}, {each} * rows)", "heads", str(kernel.sides)),
+    }
+
+
+def _merge(variant: Variant) -> KernelDescription:
     return KernelDescription(
         "MergeParams",
         MERGE_PARAMS,
-        {
-            "steps": f"max(1, head_dim / (1 + {16 // itemsize - 1} * vectorised))",
-            "threads": "min(steps, 256)",
-            "rows": "min(min(256 / threads, 64), ceil_div(tokens, 4))",
-        },
-        ("threads", "1", "rows"),
-        ("ceil_div(tokens, 4 * rows)", "heads", "1"),
+        **_rows(MERGE, variant, "tokens", "head_dim"),
         notes=(
             _STRIDES,
             "vectorised = 1 where every row of prefix_out, suffix_out starts at a multiple of 16 "
@@ -76,18 +94,10 @@ def _merge(variant: Variant) -> KernelDescription:
 
 
 def _write(variant: Variant) -> KernelDescription:
-    itemsize = _ITEM_BYTES[dict(variant.defines)["IN_TYPE"]]
     return KernelDescription(
         "CacheWriteParams",
         WRITE_PARAMS,
-        {
-            "dim": "max(key_head_dim, value_head_dim)",
-            "steps": f"ceil_div(max(1, dim / (1 + {16 // itemsize - 1} * vectorised)), 4)",
-            "threads": "min(steps, 128)",
-            "rows": "min(min(128 / threads, 64), ceil_div(num_tokens, 2))",
-        },
-        ("threads", "1", "rows"),
-        ("ceil_div(num_tokens, 2 * rows)", "heads", "2"),
+        **_rows(WRITE, variant, "num_tokens", "max(key_head_dim, value_head_dim)"),
         notes=(
             _STRIDES,
             "block_inverse = ceil(2^64 / block_size) modulo 2^64; num_slots = blocks * block_size",
@@ -101,30 +111,46 @@ def _write(variant: Variant) -> KernelDescription:
 
 def _attention(variant: Variant) -> KernelDescription:
     defines = dict(variant.defines)
-    rows = 64 * defines["ROW_TILES"] // defines["KEY_WARPS"]
+    rows = 16 * defines["ROW_TILES"] * defines["WARPS"] // defines["KEY_WARPS"]
+    fixed = {"row_block": rows, "chunk": NEVER_SPLIT}
+    if defines["KEY_WARPS"] > 1:
+        fixed["blocks_a_request"] = 1
+        shape = (
+            f"requests of at most {rows} rows: most_rows = max_seqlen_q * group; group = heads_q / "
+            "heads_kv"
+        )
+    else:
+        fixed["most_rows"] = 0
+        shape = (
+            f"blocks_a_request = ceil_div(max_seqlen_q * group, {rows}); group = heads_q / heads_kv"
+        )
     return KernelDescription(
         "AttentionParams",
         ATTENTION_PARAMS,
         {"blocks": "batch * blocks_a_request"},
-        ("128", "1", "1"),
+        (str(32 * defines["WARPS"]), "1", "1"),
         ("heads_kv * blocks", "1", "1"),
         str(defines["SMEM_NBYTES"]),
-        {"row_block": rows, "chunk": NEVER_SPLIT},
-        (
-            _STRIDES,
-            f"blocks_a_request = ceil_div(max_seqlen_q * group, {rows}); group = heads_q / "
-            "heads_kv",
-            "keys are not split: partial_out and partial_lse are null",
-            "packed keys: block_table and seqused_k null, page_size 1, k_block_stride 0; paged "
-            "keys: cu_seqlens_k null, k_token_stride within a block",
-            "window_left, window_right: -1 = open; causal is (-1, 0)",
-            "q_vectorised, k_vectorised, v_vectorised = 1 where every row starts at a multiple of "
-            "8 elements' bytes, out_vectorised of 4 bytes, else 0",
-            "q_type, out_type, sink_type: 0 fp32, 1 fp16, 2 bf16, 3 e4m3, 4 e5m2",
-            "softmax_scale includes the descales of q and k that are numbers, v_scale is that of v",
-            f"head_dim at most {defines['HEAD_DIM']}, head_dim_v at most {defines['HEAD_DIM_V']}",
-        ),
+        fixed,
+        (_STRIDES, shape, *_ATTENTION_NOTES, _sizes(defines)),
     )
+
+
+_ATTENTION_NOTES = (
+    "keys are not split: partial_out and partial_lse are null",
+    "packed keys: block_table and seqused_k null, page_size 1, k_block_stride 0; paged keys: "
+    "cu_seqlens_k null, k_token_stride within a block",
+    "window_left, window_right: -1 = open; causal is (-1, 0)",
+    "q_vectorised = 1 where every row of q starts at a multiple of 8 elements' bytes, k_vectorised "
+    "and v_vectorised at one of 16 bytes, out_vectorised of 4 bytes, else 0",
+    "q_type, out_type, sink_type: 0 fp32, 1 fp16, 2 bf16, 3 e4m3, 4 e5m2",
+    "softmax_scale includes the descales of q and k that are numbers, v_scale is that of v",
+    "_mod in the name: with softcap or alibi_slopes; others ignore both",
+)
+
+
+def _sizes(defines: dict[str, int]) -> str:
+    return f"head_dim at most {defines['HEAD_DIM']}, head_dim_v at most {defines['HEAD_DIM_V']}"
 
 
 DESCRIPTIONS: dict[str, Callable[[Variant], KernelDescription]] = {
@@ -174,4 +200,25 @@ def struct_of(description: KernelDescription) -> str:
     return (
         f"typedef struct {{\n{text}\n}} {description.struct};\n"
         f'{size}, "{description.struct} has padding");\n'
+    )
+
+
+C_FUNCTIONS = """static inline int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+"""
+
+
+def launch_of(symbol: str, description: KernelDescription) -> str:
+    """A C function with the rules of one kernel: grid, block and shared memory from its params."""
+    rules = (*description.where.values(), *description.grid, *description.block)
+    used = {name for text in rules for name in re.findall(r"[a-z_]+", text)}
+    lines = [f"const int64_t {n} = p->{n};" for n in description.layout.names if n in used]
+    lines += [f"const int64_t {name} = {text};" for name, text in description.where.items()]
+    for target, texts in (("grid", description.grid), ("block", description.block)):
+        lines += [f"{target}[{i}] = (unsigned)({text});" for i, text in enumerate(texts)]
+    body = "\n".join(f"  {line}" for line in (*lines, f"return {description.smem_bytes};"))
+    return (
+        f"static inline unsigned {symbol}_launch(const {description.struct} *p, unsigned grid[3],\n"
+        f"                                       unsigned block[3]) {{\n{body}\n}}\n"
     )

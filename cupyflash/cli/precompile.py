@@ -21,7 +21,7 @@ from cupyflash.runtime.nvrtc import compiler
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.variants import all_variants
 
-from .kernel_description import DESCRIPTIONS, described, struct_of
+from .kernel_description import C_FUNCTIONS, DESCRIPTIONS, described, launch_of, struct_of
 from .terminal import CommandError, progress
 
 __all__ = ["add", "run"]
@@ -122,12 +122,14 @@ def _write_index(folder: Path, written: list[dict[str, Any]], variants: list[Var
         "kernels": {d["symbol"]: d["file"].rpartition(".")[0] + ".json" for d in written},
     }
     (folder / "kernels.json").write_text(json.dumps(index, indent=1) + "\n")
-    structs = {}
+    structs, launches = {}, []
     for variant in variants:
         description = DESCRIPTIONS[variant.source](variant)
         structs[description.struct] = struct_of(description)
-    text = (
-        "/* Params structs of the kernels in this folder; pointers are device addresses. */\n"
-        "#pragma once\n#include <stdint.h>\n\n" + "\n".join(structs.values())
+        launches.append(launch_of(variant.symbol, description))
+    head = (
+        "/* Of the kernels in this folder: their params, where pointers are device addresses, and\n"
+        " * functions that fill in grid and block and return the dynamic shared memory. */\n"
+        "#pragma once\n#include <stdint.h>\n"
     )
-    (folder / _HEADER).write_text(text)
+    (folder / _HEADER).write_text("\n".join((head, *structs.values(), C_FUNCTIONS, *launches)))

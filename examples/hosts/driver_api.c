@@ -36,17 +36,10 @@ static CUdeviceptr upload(const float *values, size_t count) {
   return memory;
 }
 
-static int min(int a, int b) { return a < b ? a : b; }
-static int max(int a, int b) { return a > b ? a : b; }
-static int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-/* "where", "block" and "grid" of merge_attn_states_fp32_fp32.json. */
 static void launch(CUfunction kernel, MergeParams p) {
-  int steps = max(1, p.head_dim / (1 + 3 * p.vectorised));
-  int threads = min(steps, 256);
-  int rows = min(min(256 / threads, 64), ceil_div(p.tokens, 4));
+  unsigned grid[3], block[3], smem = merge_attn_states_fp32_fp32_launch(&p, grid, block);
   void *arguments[] = {&p};
-  CHECK(cuLaunchKernel(kernel, ceil_div(p.tokens, 4 * rows), p.heads, 1, threads, 1, rows, 0, NULL,
+  CHECK(cuLaunchKernel(kernel, grid[0], grid[1], grid[2], block[0], block[1], block[2], smem, NULL,
                        arguments, NULL));
 }
 
