@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -99,12 +100,16 @@ def context_parallel_attention(
         out = xp.empty((*q.shape[:2], v.shape[-1]), q.dtype)
     # A finite LSE in padding rows lets them pass through the merge as they are.
     lse = xp.zeros((heads, tokens), np.float32)
-    flash_attn_varlen_func(
-        q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q, causal=causal,
-        s_aux=s_aux, out=out, lse=lse, num_splits=1 if batch_invariant else 0, **shared,
+    own_pass = partial(
+        flash_attn_varlen_func, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q,
+        causal=causal, s_aux=s_aux, out=out, lse=lse, num_splits=1 if batch_invariant else 0,
+        **shared,
     )  # fmt: skip
     if max_context_len == 0:
+        own_pass()
         return out, lse
+    # Small beside the context; it runs while queries travel.
+    wait = group.beside(own_pass)
     kv_heads = key_cache.shape[2]
     asked = q if group.size == 1 else gather_heads(group.all_gather(q), kv_heads)
     context = xp.empty((*asked.shape[:2], out.shape[-1]), out.dtype)
@@ -116,5 +121,6 @@ def context_parallel_attention(
         scheduler_metadata=scheduler_metadata, num_splits=num_splits, **shared,
     )  # fmt: skip
     own, own_lse = combine_states(group, context, context_lse, kv_heads, combine)
+    wait()
     merge_attn_states(out, own, own_lse, out, lse, lse)
     return out, lse

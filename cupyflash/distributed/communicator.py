@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 __all__ = ["Communicator", "DisagreementError", "RankLostError"]
@@ -46,6 +46,15 @@ class Communicator(Protocol):
 
     def reduce_scatter(self, send: Array) -> Array:
         """The sum over ranks of row ``rank`` of [size, ...], float32; the same bits every time."""
+
+    def beside(self, work: Callable[[], Any]) -> Callable[[], None]:
+        """Queue work that runs beside the collectives that follow.
+
+        Returns
+        -------
+        callable
+            Lets the current stream wait for the work; to be called before its results are read.
+        """
 
     def agree(self, what: str, state: bytes) -> None:
         """Return if all ranks gave the same state.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,10 @@ class HostCommunicator(ABC):
             total += part
         return total
 
+    def beside(self, work: Callable[[], Any]) -> Callable[[], None]:
+        work()
+        return _nothing
+
     def agree(self, what: str, state: bytes) -> None:
         head = what.encode() + b"\0"
         found = self.exchange([head + state] * self.size)
@@ -106,6 +110,10 @@ class HostCommunicator(ABC):
             received.append(whole.view(send.dtype).reshape(send.shape))
             start = end
         return received
+
+
+def _nothing() -> None:
+    """What NumPy computes is done."""
 
 
 def _check_here(send: Any) -> None:

@@ -44,7 +44,7 @@ class NcclCommunicator:
         import cupy
 
         self._cp = cupy
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        self._stream, self._side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._seen = cupy.zeros((self._size, 4), np.int64)
 
     @classmethod
@@ -124,6 +124,14 @@ class NcclCommunicator:
             self._nccl.NCCL_SUM, self._current(),
         )  # fmt: skip
         return found
+
+    def beside(self, work: Callable[[], Any]) -> Callable[[], None]:
+        main = self._cp.cuda.get_current_stream()
+        self._side.wait_event(main.record(self._cp.cuda.Event(disable_timing=True)))
+        with self._side:
+            work()
+            done = self._side.record(self._cp.cuda.Event(disable_timing=True))
+        return lambda: main.wait_event(done)
 
     def agree(self, what: str, state: bytes) -> None:
         digest = hashlib.blake2b(what.encode() + b"\0" + state, digest_size=32).digest()
