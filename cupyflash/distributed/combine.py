@@ -19,6 +19,8 @@ Array = Any  # NumPy or CuPy
 COMBINE_METHODS = ("a2a", "ag_rs")
 """One all-to-all of outputs and LSEs, or an all-gather of LSEs and a reduce-scatter of outputs."""
 
+_FEW = 8  # more states are merged in one sum: a dozen launches, however many they are
+
 
 def combine_states(
     group: Communicator, out: Array, lse: Array, num_kv_heads: int, method: str = "a2a"
@@ -59,6 +61,9 @@ def _all_to_all(
     outs, lses = group.all_to_all(
         [out_by_rank(out, group.size, num_kv_heads), lse_by_rank(lse, group.size, num_kv_heads)]
     )
+    if group.size > _FEW:
+        weight, total = _weights(lses)
+        return _weighted(outs, weight).sum(axis=0).astype(out.dtype, copy=False), total
     xp, total = array_module(out), lses[0]
     # One merge rounds once. More of them are made in float32, so that they round once too.
     kept = outs if group.size == 2 else outs.astype(np.float32)
@@ -72,17 +77,30 @@ def _all_to_all(
 def _reduce_scatter(
     group: Communicator, out: Array, lse: Array, num_kv_heads: int
 ) -> tuple[Array, Array]:
-    xp = array_module(out)
-    lse = xp.where(xp.isinf(lse), np.float32(-np.inf), lse)
-    lses = group.all_gather(lse)
+    weight, total = _weights(group.all_gather(lse))
+    scaled = _weighted(out, weight[group.rank])
+    own = group.reduce_scatter(out_by_rank(scaled, group.size, num_kv_heads))
+    mine = lse_by_rank(total, group.size, num_kv_heads)[group.rank]
+    return own.astype(out.dtype, copy=False), mine
+
+
+def _weights(lses: Array) -> tuple[Array, Array]:
+    """The share of each state [ranks, Hq, tokens] in the whole, and the whole's LSE, float32."""
+    xp = array_module(lses)
+    lses = xp.where(xp.isinf(lses), np.float32(-np.inf), lses)
     top = lses.max(axis=0)
     shift = xp.where(xp.isinf(top), np.float32(0), top)
-    sums = xp.exp(lses - shift).sum(axis=0)
-    total = xp.where(sums > 0, shift + xp.log(xp.maximum(sums, np.float32(1e-45))), -np.inf)
-    weight = xp.where(xp.isinf(lse), np.float32(0), xp.exp(lse - xp.where(sums > 0, total, 0)))
-    weight = weight.astype(np.float32).T[..., None]
-    # What an empty state holds may be anything, NaN too: it is dropped, not multiplied by 0.
-    scaled = xp.where(weight == 0, np.float32(0), out.astype(np.float32)) * weight
-    own = group.reduce_scatter(out_by_rank(scaled, group.size, num_kv_heads))
-    mine = lse_by_rank(total.astype(np.float32), group.size, num_kv_heads)[group.rank]
-    return own.astype(out.dtype, copy=False), mine
+    shares = xp.exp(lses - shift)
+    total = shares.sum(axis=0)
+    safe = xp.where(total == 0, np.float32(1), total)
+    whole = xp.where(total == 0, np.float32(-np.inf), shift + xp.log(safe))
+    return shares / safe, whole
+
+
+def _weighted(out: Array, weight: Array) -> Array:
+    """Outputs [..., tokens, Hq, D] times weights [..., Hq, tokens], in float32.
+
+    What an empty state holds may be anything, NaN too: it is dropped, not multiplied by 0.
+    """
+    xp, weight = array_module(out), weight.swapaxes(-1, -2)[..., None]
+    return xp.where(weight == 0, np.float32(0), out.astype(np.float32)) * weight

@@ -85,6 +85,13 @@ class Times:
 _SMALL_KERNELS = {"a2a": 9, "ag_rs": 20}  # beside the pass over the context, a captured step
 
 
+def _merges(size: int, combine: str) -> int:
+    """Launches beyond those of two ranks, as `combine_states` makes them."""
+    if combine != "a2a" or size == 2:
+        return 0
+    return size - 1 if size <= 8 else 12
+
+
 def predict(machine: Links, size: int, shape: StepShape, combine: str = "a2a") -> Times:
     """The time of one layer's step on ``size`` ranks; the parts follow one another.
 
@@ -111,5 +118,5 @@ def predict(machine: Links, size: int, shape: StepShape, combine: str = "a2a") -
         machine.kernel,
         (size - 1) * sum(moved.values()) / machine.link,
         latency,
-        (_SMALL_KERNELS[combine] + max(0, size - 2)) * machine.launch,
+        (_SMALL_KERNELS[combine] + _merges(size, combine)) * machine.launch,
     )

@@ -1,0 +1,77 @@
+"""The cost model of context parallelism: its parts, and the table of docs/context_parallel.md.
+
+python tests/test_distributed_cost.py     writes the table
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from cupyflash.distributed.cost import Links, StepShape, predict
+from cupyflash.distributed.plan import step_bytes
+
+DOCS = Path(__file__).parents[1] / "docs" / "context_parallel.md"
+BEGIN, END = "<!-- table -->", "<!-- end -->"
+H200 = Links(read=4.54e12, link=3.0e11, collective=12e-6, hop=3e-6, launch=2.2e-6, kernel=20e-6)
+CONTEXTS = {"128k": 1 << 17, "1M": 1 << 20, "10M": 10 << 20}
+SIZES = (1, 2, 8, 72)
+
+
+def table(machine=H200):
+    lines = ["| requests x context | " + " | ".join(f"{n} GPU" for n in SIZES) + " |"]
+    lines.append("|---" * (len(SIZES) + 1) + "|")
+    for requests in (1, 16):
+        for name, context in CONTEXTS.items():
+            shape = StepShape(requests, context, num_heads_q=72 * 8)
+            one = predict(machine, 1, shape).total
+            cells = [f"{requests} x {name}"]
+            for size in SIZES:
+                total = predict(machine, size, shape).total
+                cells.append(f"{total * 1e6:.0f} us" + (f" ({one / total:.1f} x)" * (size > 1)))
+            lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def test_the_table_is_what_the_model_says():
+    text = DOCS.read_text()
+    assert text.partition(BEGIN)[2].partition(END)[0].strip() == table()
+
+
+def test_parts_of_a_step():
+    shape = StepShape(2, 1000, num_heads_q=32, num_heads_kv=8)
+    alone, pair = predict(H200, 1, shape), predict(H200, 2, shape)
+    assert shape.kv_bytes == 2 * 1000 * 2 * 8 * 128 * 2
+    assert alone.read == pytest.approx(shape.kv_bytes / H200.read)
+    assert pair.read == pytest.approx(alone.read / 2)
+    assert (alone.links, alone.latency, alone.launches) == (0, 0, 0)
+    # Queries there, outputs and LSEs back: 2 tokens x 16 heads each.
+    rows = 2 * 16
+    assert pair.links == pytest.approx(rows * (256 + 256 + 4) / H200.link)
+    assert pair.latency == pytest.approx(2 * H200.collective)
+
+
+def test_the_bytes_of_both_ways():
+    moved = step_bytes(4, 3, 8, 128, 2, "ag_rs")
+    assert moved == {
+        "all_gather q": 3 * 8 * 256, "all_gather lse": 4 * 3 * 8 * 4,
+        "reduce_scatter": 3 * 8 * 128 * 4,
+    }  # fmt: skip
+    assert sum(step_bytes(4, 3, 8, 128, 2, "a2a").values()) < sum(moved.values())
+    assert step_bytes(1, 3, 8, 128, 2, "a2a") == {}
+
+
+@pytest.mark.parametrize("combine", ["a2a", "ag_rs"])
+def test_long_contexts_scale_and_short_ones_do_not(combine):
+    long, short = StepShape(1, 10 << 20), StepShape(1, 1 << 10)
+    one, two = (predict(H200, size, long, combine).total for size in (1, 2))
+    assert 1.9 < one / two < 2
+    assert predict(H200, 2, short, combine).total > predict(H200, 1, short, combine).total
+
+
+if __name__ == "__main__":
+    text = DOCS.read_text()
+    body = re.sub(f"{BEGIN}.*{END}", lambda _: f"{BEGIN}\n{table()}\n{END}", text, flags=re.DOTALL)
+    DOCS.write_text(body)
