@@ -1,10 +1,12 @@
 """The Hopper kernels, version 3: compute capability 9.0.
 
-Decoding has a kernel of its own; what it does not take goes to the portable kernels.
+Decoding has a kernel of its own. A batch of decode steps and prefills is served by two launches,
+each of which leaves the other's requests alone; what neither takes goes to the portable kernels.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +31,7 @@ from .runtime.decode_plan import (
 from .runtime.decode_tile import DECODE_PARAMS
 from .runtime.device import Device, DeviceInfo, device_for
 from .runtime.launch import launch, stream_handle
+from .runtime.layout import Layout
 from .runtime.params import KernelArgs
 from .runtime.plan import Plan
 from .runtime.prefill_launch import attend_prefill, prefill_layout_refusal
@@ -44,6 +47,7 @@ __all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
 
 _HEADER = HEADER_BYTES // 4
 _WIDE = 16
+_SHORT_ROWS = 16  # of a request that the decode kernel takes out of a mixed batch
 
 
 def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> tuple[Any, Any]:
@@ -72,55 +76,75 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
     """
     device = device_for(call.arrays.q)
     limit = None if workspace is None else usable_bytes(call, device, workspace)
-    plan = _decode_plan(call, device, limit)
+    decode, prefill = _plans(call, device, limit)
     given = stream_handle(stream)
     queue = device.current_stream() if given is None else given
-    if plan is None:
-        prefill = _prefill_plan(call, device, limit)
+    if decode is None:
         if prefill is None:
             return attend_portable(call, scheduler_metadata, workspace, stream)
         return attend_prefill(call, prefill, device, workspace, queue)
-    table = None
-    if plan.has_table and scheduler_metadata is not None:
-        table = getattr(scheduler_metadata, "buffer", scheduler_metadata)
-        if table.size < _HEADER + call.problem.batch + PREFIX_EXTRA:
-            table = None
-    return attend_decode(call, plan, device, table, workspace, queue)
+    table = None if prefill else _table(call, decode, scheduler_metadata)
+    found = attend_decode(call, decode, device, table, workspace, queue)
+    return attend_prefill(call, prefill, device, workspace, queue, found) if prefill else found
 
 
-def _decode_plan(call: Call, device: Device, limit: int | None) -> DecodePlan | None:
-    """How the decode kernel serves a call; None where it does not."""
-    layout, q, k, v = call.layout, *call.arrays[:3]
-    starts = tuple(device.pointer(array) for array in (q, k, v))
-    offset = (starts[0] | starts[1] | starts[2]) % _WIDE
-    key = ("decode", device.info, limit, offset and starts)
-    if key in layout.kept:
-        return layout.kept[key]  # type: ignore[no-any-return]
-    refused = decode_refusal(layout.problem, device.info) or layout_refusal(layout, starts)
-    plan = None
-    if not refused:
-        limits = () if limit is None else (limit,)
-        plan = make_decode_plan(layout.problem, device.info, *limits)
-        if limit is not None and plan.attend.workspace_bytes > limit:
-            plan = None
-    return layout.keep(key, lambda: plan)
+def _table(call: Call, plan: DecodePlan, scheduler_metadata: Any) -> Any:
+    """The table of a schedule that was made ahead, if it has one."""
+    if not plan.has_table or scheduler_metadata is None:
+        return None
+    table = getattr(scheduler_metadata, "buffer", scheduler_metadata)
+    return table if table.size >= _HEADER + call.problem.batch + PREFIX_EXTRA else None
 
 
-def _prefill_plan(call: Call, device: Device, limit: int | None) -> PrefillPlan | None:
-    """How the prefill kernel serves a call; None where it does not."""
-    layout, out = call.layout, call.arrays.out
-    starts = tuple(device.pointer(array) for array in call.arrays[:3])
-    starts = (*starts, 0 if out is None else device.pointer(out))
-    offset = (starts[0] | starts[1] | starts[2] | starts[3]) % _WIDE
-    key = ("prefill", device.info, limit, offset and starts)
-    if key in layout.kept:
-        return layout.kept[key]  # type: ignore[no-any-return]
-    problem, plan = layout.problem, None
-    if not (prefill_refusal(problem, device.info) or prefill_layout_refusal(layout, starts)):
-        plan = make_prefill_plan(problem, device.info, *(() if limit is None else (limit,)))
-        if limit is not None and plan.attend.workspace_bytes > limit:
-            plan = None
-    return layout.keep(key, lambda: plan)
+_Plans = tuple[DecodePlan | None, PrefillPlan | None]
+
+
+def _plans(call: Call, device: Device, limit: int | None) -> _Plans:
+    """What serves a call: one kernel, both, each its share of the requests, or neither."""
+    arrays, at = call.arrays, device.pointer
+    q, k, v, out = arrays.q, arrays.k, arrays.v, arrays.out
+    offsets = at(q) % _WIDE, at(k) % _WIDE, at(v) % _WIDE, 0 if out is None else at(out) % _WIDE
+    layout, key = call.layout, ("hopper", device.info, limit, offsets)
+    found: _Plans | None = layout.kept.get(key)
+    return found or layout.keep(key, lambda: _make_plans(layout, device.info, limit, offsets))
+
+
+def _make_plans(
+    layout: Layout, info: DeviceInfo, limit: int | None, offsets: tuple[int, ...]
+) -> _Plans:
+    problem, limits = layout.problem, () if limit is None else (limit,)
+
+    def fits(nbytes: int) -> bool:
+        return limit is None or nbytes <= limit
+
+    decodes = not layout_refusal(layout, offsets[:3])
+    if decodes and not decode_refusal(problem, info):
+        decode = make_decode_plan(problem, info, *limits)
+        if fits(decode.attend.workspace_bytes):
+            return decode, None
+    if prefill_refusal(problem, info) or prefill_layout_refusal(layout, offsets):
+        return None, None
+    short = _short_requests(problem, info) if decodes else None
+    if short is not None:
+        rows = short.max_seqlen_q * problem.group_size
+        decode = make_decode_plan(short, info, *limits, most_rows=rows)
+        prefill = make_prefill_plan(problem, info, *limits, most_skipped=rows)
+        if fits(max(decode.attend.workspace_bytes, prefill.attend.workspace_bytes)):
+            return decode, prefill
+    prefill = make_prefill_plan(problem, info, *limits)
+    return None, prefill if fits(prefill.attend.workspace_bytes) else None
+
+
+def _short_requests(problem: AttentionProblem, info: DeviceInfo) -> AttentionProblem | None:
+    """The bounds of what the decode kernel takes of a batch that may have decode steps in it.
+
+    A batch in which every request may be as long as the longest is taken as one without.
+    """
+    if problem.total_q >= problem.batch * problem.max_seqlen_q:
+        return None
+    tokens = max(1, _SHORT_ROWS // problem.group_size)
+    short = replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
+    return None if decode_refusal(short, info) else short
 
 
 def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:

@@ -38,6 +38,7 @@ _FEW_SEGMENTS = 4  # up to which one block a multiprocessor leaves fewer pieces 
 _ALIGN_BYTES = 1_600_000_000  # of keys and values; past it spans of equal length win
 _CONTIGUOUS = 256  # bytes of neighbouring heads that are worth reading together
 _MOST_TILES = 1 << 31
+_ANY_ROWS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +133,15 @@ def _side_by_side(problem: AttentionProblem) -> int:
 
 @lru_cache(maxsize=4096)
 def make_decode_plan(
-    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+    problem: AttentionProblem,
+    info: DeviceInfo,
+    workspace_limit: int = _LARGEST_WORKSPACE,
+    most_rows: int = _ANY_ROWS,
 ) -> DecodePlan:
-    """The launches of a problem that is not refused; fewer spans fit a small workspace."""
+    """The launches of a problem that is not refused; fewer spans fit a small workspace.
+
+    Requests of more than ``most_rows`` rows (queries times heads of a group) are left as they are.
+    """
     tile, unit = _tile(problem), _side_by_side(problem)
     row_block = min(tile.rows, max(1, _tokens(problem) * problem.group_size))
     segments = problem.batch * problem.num_heads_kv // unit
@@ -166,7 +173,7 @@ def make_decode_plan(
         _log2(_WARPS // unit),
         min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
         pieces,
-        (1 << 31) - 1,
+        most_rows,
         stages,
         _log2(box_rows),
         k_panels,

@@ -95,7 +95,7 @@ def attend_prefill(
     device: Device,
     workspace: Any,
     stream: int,
-    most_skipped: int = 0,
+    found: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any]:
     """Queue attention of every request.
 
@@ -108,8 +108,8 @@ def attend_prefill(
     workspace : array [nbytes], uint8, optional
         Scratch of at least ``plan.attend.workspace_bytes``; the device's own if None.
     stream : int
-    most_skipped : int
-        Requests of at most so many rows (queries times heads of a group) are left as they are.
+    found : tuple, optional
+        Where to write: ``out`` and ``lse`` of another launch that serves part of the requests.
 
     Returns
     -------
@@ -121,11 +121,11 @@ def attend_prefill(
     CaptureError, CompileError
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
-    found = results(call, device, stream)
+    found = found or results(call, device, stream)
     with scratch_of(device, stream) as scratch:
         own = scratch.reserve(plan.attend.workspace_bytes if workspace is None else 1)
         block = own if workspace is None else workspace
-        _queue(call, plan, device, found, block, scratch.counters, stream, most_skipped)
+        _queue(call, plan, device, found, block, scratch.counters, stream)
     return found
 
 
@@ -137,7 +137,6 @@ def _queue(
     block: Any,
     counters: Any,
     stream: int,
-    most_skipped: int,
 ) -> None:
     layout, arrays = call.layout, call.arrays
     placed = layout.kept.get(plan) or layout.keep(plan, lambda: _placement(layout, plan))
@@ -146,13 +145,14 @@ def _queue(
     packed = pack_attention(call, device, *found, partial, plan.tiling)
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
     links = device.pointer(block) + plan.partial_bytes
-    own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, most_skipped)
+    own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, -plan.tiling.most_rows)
     encoded = tuple(
         device.encode_tensor_map(
-            array, _UINT16, device.pointer(array), *shape, _SWIZZLE_128B, promotion, _ZERO_FILL
+            array, _UINT16, device.pointer(array), shape, strides, box,
+            _SWIZZLE_128B, promotion, _ZERO_FILL,
         )
-        for array, shape in zip((arrays.q, arrays.k, arrays.v), maps, strict=True)
-    )
+        for array, (shape, strides, box) in zip((arrays.q, arrays.k, arrays.v), maps, strict=True)
+    )  # fmt: skip
     used = arrays_of(call, *found, block, counters)
     launch(device, plan.attend, KernelArgs((packed, own, *encoded), used), stream)
     if plan.combine is not None:

@@ -199,9 +199,15 @@ def _items(problem: AttentionProblem, tile: _Tile) -> tuple[int, int]:
 
 @lru_cache(maxsize=4096)
 def make_prefill_plan(
-    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+    problem: AttentionProblem,
+    info: DeviceInfo,
+    workspace_limit: int = _LARGEST_WORKSPACE,
+    most_skipped: int = 0,
 ) -> PrefillPlan:
-    """The launches of a problem that is not refused; splits fit ``workspace_limit``."""
+    """The launches of a problem that is not refused; splits fit ``workspace_limit``.
+
+    Requests of at most ``most_skipped`` rows (queries times heads of a group) are left as they are.
+    """
     tile, pack = _tile(problem), _pack(problem)
     tiles, blocks = _items(problem, tile)
     chunk, splits = _choose_splits(problem, info, tile, tiles, workspace_limit)
@@ -224,7 +230,7 @@ def make_prefill_plan(
     return PrefillPlan(
         attend,
         combine_plan(problem, info) if splits > 1 else None,
-        Tiling(chunk, 0, TILE_ROWS // pack * problem.group_size, rows),
+        Tiling(chunk, 0, TILE_ROWS // pack * problem.group_size, rows, -most_skipped),
         (
             *(items, splits, pack.bit_length() - 1, groups, blocks, together, share),
             _box_keys(problem),
