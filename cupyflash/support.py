@@ -95,6 +95,18 @@ SUPPORT: tuple[Row, ...] = (
         built=True,
     ),
     Row(3, "Hopper", (9, 0), (9, 0), _TYPES, _TYPES, head_dim_step_8bit=16, built=True),
+    Row(
+        3,
+        "Hopper latent",
+        (9, 0),
+        (9, 0),
+        (FP16, BF16),
+        (FP16, BF16),
+        largest_head_dim=64,
+        largest_head_dim_v=512,
+        latent=True,
+        built=True,
+    ),
 )
 
 

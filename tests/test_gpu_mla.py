@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_emul_mla import OPTIONS
+from test_emul_mla import MANY_HEADS, OPTIONS
 from test_mla import CASE, LATENT, decode
 
 from cupyflash.attention import flash_attn_varlen_func
@@ -22,6 +22,18 @@ def bits(results):
 @settings(max_examples=500)
 @given(case=LATENT, kind=st.sampled_from(["bf16", "fp16"]), **OPTIONS)
 def test_any_case(case, kind, num_splits, batch_invariant):
+    import cupy
+
+    inputs = case.replace(q_type=kind, kv_type=kind).make(cupy)
+    options = {"num_splits": num_splits, "batch_invariant": batch_invariant}
+    first = inputs.call(flash_attn_varlen_func, **options)
+    inputs.expected().check(*first)
+    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+
+
+@settings(max_examples=500)
+@given(case=MANY_HEADS, kind=st.sampled_from(["bf16", "fp16"]), **OPTIONS)
+def test_many_heads(case, kind, num_splits, batch_invariant):
     import cupy
 
     inputs = case.replace(q_type=kind, kv_type=kind).make(cupy)
@@ -69,7 +81,8 @@ def test_a_graph_captured_at_short_lengths_is_replayed_at_long_ones(heads):
     assert lse.get()[:, :rows].tobytes() == right[1][:, :rows].tobytes()
 
 
-def test_pages_past_4_gb():
+@pytest.mark.parametrize("heads", [16, 64])
+def test_pages_past_4_gb(heads):
     import cupy
 
     page = 64
@@ -78,7 +91,7 @@ def test_pages_past_4_gb():
     small = rng.standard_normal((2, page, 1, 576)).astype(np.float16)
     pool = cupy.zeros((blocks, page, 1, 576), cupy.float16)
     pool[-2:] = cupy.asarray(small)
-    q = cupy.asarray(rng.standard_normal((1, 16, 576)).astype(np.float16))
+    q = cupy.asarray(rng.standard_normal((1, heads, 576)).astype(np.float16))
     starts, used = cupy.asarray([0, 1], dtype=np.int32), cupy.asarray([2 * page], dtype=np.int32)
     found = []
     for cache, first in ((pool, blocks - 2), (cupy.asarray(small), 0)):

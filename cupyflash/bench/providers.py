@@ -27,8 +27,26 @@ def cupyflash(inputs: BenchInputs) -> Callable[[], Any]:
             inputs.key, inputs.value, inputs.k, inputs.v, inputs.slot_mapping, "auto", 1.0, 1.0
         )
     if case.kind == "mla":
-        raise NoKernelError("multi-head latent attention is not built yet")
+        return _latent(inputs, cf)
     return _attention(inputs, cf)
+
+
+def _latent(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
+    case = inputs.case
+    split = case.head_dim_v
+    return lambda: cf.mla_decode(
+        inputs.q[..., :split],
+        inputs.q[..., split:],
+        inputs.k,
+        inputs.block_table,
+        inputs.seqused_k,
+        cu_seqlens_q=inputs.cu_seqlens_q,
+        max_seqlen_q=inputs.max_seqlen_q,
+        max_seqlen_k=inputs.max_seqlen_k,
+        softmax_scale=inputs.softmax_scale,
+        causal=case.causal,
+        out=inputs.out,
+    )
 
 
 def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:

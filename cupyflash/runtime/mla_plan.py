@@ -1,10 +1,11 @@
-"""Launches of the portable kernel of multi-head latent attention, from bounds alone."""
+"""Launches of the kernels of multi-head latent attention, from bounds alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 
 from .attention_args import Tiling
 from .attention_plan import ATTENTION_PARAMS, NEVER_SPLIT, combine_plan
@@ -16,7 +17,14 @@ from .plan import Plan
 from .problem import AttentionProblem
 from .variant import Variant
 
-__all__ = ["LATENT_PARAMS", "MlaPlan", "make_mla_plan", "mla_plans", "mla_variants"]
+__all__ = [
+    "LATENT_PARAMS",
+    "MlaPlan",
+    "make_mla_plan",
+    "mla_box_keys",
+    "mla_plans",
+    "mla_variants",
+]
 
 LATENT_PARAMS = ParamsLayout(
     ("q_v", "ptr"),
@@ -29,7 +37,7 @@ LATENT_PARAMS = ParamsLayout(
 )
 """The layout of ``core/latent_params.cuh``."""
 
-_THREADS = 256
+_WGMMA_REST_BYTES = 64 * 128 + 12 * 8 + 5 * 64 * 4 + 64  # besides its stages: LatentTiles
 _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
 _SMALLEST_CHUNK = 256  # keys: below it, partial results outweigh them
 _LARGEST_WORKSPACE = 1 << 28
@@ -42,33 +50,49 @@ _SHARED_BYTES.update(dict.fromkeys(("sm_80", "sm_87"), _MEDIUM))
 
 @dataclass(frozen=True, slots=True)
 class MlaPlan:
-    """One or two launches; attributes as `attention_plan.AttentionPlan`."""
+    """One or two launches; attributes as `attention_plan.AttentionPlan`.
+
+    ``uses_tma``: the forward kernel is passed tensor maps of k and v.
+    """
 
     forward: Plan
     combine: Plan | None
     splits: int
     tiling: Tiling
+    uses_tma: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What is compiled: rows of queries, keys of a stage, stages."""
+    """What is compiled: rows of queries, keys of a stage, stages; on wgmma or on mma.sync."""
 
     rows: int
     keys: int
     stages: int
+    wgmma: bool = False
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.wgmma else 256
 
     @property
     def smem_bytes(self) -> int:
-        """As mainloop/latent_sm80.cuh lays it out: stages, parts of the scores, factors."""
+        """As mainloop/latent_sm80.cuh lays it out: stages, parts of the scores, factors.
+
+        Or latent_sm90.cuh: stages, a panel of queries, barriers, factors and results.
+        """
+        stages = self.stages * self.keys * _ROW_BYTES
+        if self.wgmma:
+            return stages + _WGMMA_REST_BYTES
         parts = 8 * 16 // self.keys
-        return self.stages * self.keys * _ROW_BYTES + self.rows * (parts * (self.keys + 8) * 4 + 8)
+        return stages + self.rows * (parts * (self.keys + 8) * 4 + 8)
 
     def variant(self, kind: ScalarType, arch: str) -> Variant:
+        dialect = "sm90" if self.wgmma else "sm80"
         return Variant(
-            "mla_decode_sm80.cu",
-            f"mla_decode_sm80_{kind.name}_m{self.rows}",
-            arch,
+            f"mla_decode_{dialect}.cu",
+            f"mla_decode_{dialect}_{kind.name}_m{self.rows}",
+            "sm_90a" if self.wgmma else arch,
             (
                 ("COMPUTE_TYPE", kind.code),
                 ("KEY_STAGES", self.stages),
@@ -88,6 +112,20 @@ _TILES = {
     _SMALL: (_Tile(16, 32, 2), _Tile(32, 32, 2)),
 }
 
+_WGMMA_TILE = _Tile(64, 64, 3, wgmma=True)
+_WGMMA_ARCH = "sm_90"
+
+
+def mla_box_keys(page_size: int | None) -> int:
+    """Keys of a TMA box: of one block of the cache and one tile."""
+    return _WGMMA_TILE.keys if page_size is None else gcd(page_size, _WGMMA_TILE.keys)
+
+
+def _wgmma_serves(problem: AttentionProblem, arch: str) -> bool:
+    """Whether the kernel for many heads can serve a problem: TMA boxes hold whole swizzle atoms."""
+    plain = not (problem.softcap > 0 or problem.has_alibi)
+    return arch == _WGMMA_ARCH and plain and mla_box_keys(problem.page_size) % 8 == 0
+
 
 def _tiles(arch: str) -> tuple[_Tile, _Tile]:
     return _TILES[_SHARED_BYTES.get(arch, _SMALL)]
@@ -96,19 +134,28 @@ def _tiles(arch: str) -> tuple[_Tile, _Tile]:
 def mla_variants(arch: str) -> Iterator[Variant]:
     """All that latent attention can ask for."""
     for kind in (FP16, BF16):
-        for tile in _tiles(arch):
+        for tile in (*_tiles(arch), *((_WGMMA_TILE,) if arch == _WGMMA_ARCH else ())):
             yield tile.variant(kind, arch)
 
 
 @lru_cache(maxsize=1024)
 def make_mla_plan(
-    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+    problem: AttentionProblem,
+    info: DeviceInfo,
+    workspace_limit: int = _LARGEST_WORKSPACE,
+    hopper: bool = False,
 ) -> MlaPlan:
-    """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
+    """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``.
+
+    With ``hopper``, the kernel of that architecture takes what has more rows than the portable one
+    puts side by side.
+    """
     arch = native_arch(info.capability)
     small, large = _tiles(arch)
     most_rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
     tile = small if most_rows <= small.rows else large
+    if hopper and most_rows > large.rows and _wgmma_serves(problem, arch):
+        tile = _WGMMA_TILE
     blocks, blocks_a_request = _row_blocks(problem, tile.rows)
     items = blocks * problem.num_heads_kv
     limit = min(workspace_limit, _LARGEST_WORKSPACE)
@@ -116,25 +163,28 @@ def make_mla_plan(
     forward = Plan(
         tile.variant(problem.q_type, arch),
         (items, 1, splits),
-        (_THREADS, 1, 1),
+        (tile.threads, 1, 1),
         tile.smem_bytes,
         _partial_bytes(problem, splits),
     )
     rows = problem.total_q * problem.num_heads_q
     tiling = Tiling(chunk, blocks_a_request, tile.rows, rows * splits if splits > 1 else 0)
-    return MlaPlan(forward, combine_plan(problem, info) if splits > 1 else None, splits, tiling)
+    combine = combine_plan(problem, info) if splits > 1 else None
+    return MlaPlan(forward, combine, splits, tiling, tile.wgmma)
 
 
-def mla_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+def mla_plans(problem: AttentionProblem, info: DeviceInfo, hopper: bool = False) -> list[Plan]:
     """Every launch that calls within a problem's bounds may need, those of the problem first.
 
     Their workspace is enough for any of the calls.
     """
-    plan, arch = make_mla_plan(problem, info), native_arch(info.capability)
+    plan, arch = make_mla_plan(problem, info, hopper=hopper), native_arch(info.capability)
     forwards = {plan.forward.variant: plan.forward}
-    for tile in _tiles(arch):
+    wgmma = hopper and _wgmma_serves(problem, arch)
+    for tile in (*_tiles(arch), *((_WGMMA_TILE,) if wgmma else ())):
         variant = tile.variant(problem.q_type, arch)
-        forwards.setdefault(variant, Plan(variant, (1, 1, 1), (_THREADS, 1, 1), tile.smem_bytes))
+        block = (tile.threads, 1, 1)
+        forwards.setdefault(variant, Plan(variant, (1, 1, 1), block, tile.smem_bytes))
     nbytes = _largest_workspace(problem, info)
     plans = list(forwards.values())
     if nbytes:
@@ -149,8 +199,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     most = min(problem.num_splits or _MOST_SPLITS, _MOST_SPLITS)
     rows = problem.total_q * problem.num_heads_q * most
     if not problem.num_splits:
-        tiles = _tiles(native_arch(info.capability))
-        rows = min(rows, _WAVES * info.num_sms * max(tile.rows for tile in tiles))
+        rows = min(rows, _WAVES * info.num_sms * _WGMMA_TILE.rows)
     return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
 
 
