@@ -39,8 +39,11 @@ class Explanation:
     device : DeviceInfo
         The GPU that versions and roof are about: that of the arrays, else the current one, else an
         H200.
+    kernels : str
+        Which kernels of the version serve the call if its rows start at multiples of 16 bytes, and
+        why not faster ones.
     plans : tuple of Plan
-        The launches that it may take, with their variants; empty on the CPU.
+        The launches that calls within its bounds may take, the likeliest first; empty on the CPU.
     tile : (int, int) or None
         Rows and keys of a step on the CPU.
     workspace_bytes : int
@@ -59,6 +62,7 @@ class Explanation:
     version: int | None
     unsupported: dict[int, str]
     device: DeviceInfo
+    kernels: str
     plans: tuple[Plan, ...]
     tile: tuple[int, int] | None
     workspace_bytes: int
@@ -73,6 +77,7 @@ class Explanation:
         side = f"version {self.version}" if self.version else "NumPy on the CPU"
         lines = [
             f"runs on      {side}",
+            f"kernels      {self.kernels}",
             f"problem      {p.batch} requests, {p.total_q} queries of at most {p.max_seqlen_q}, "
             f"keys of at most {p.max_seqlen_k}, {layout}",
             f"heads        {p.num_heads_q} on {p.num_heads_kv} of size {p.head_dim}"
@@ -132,13 +137,14 @@ def explain(*args: Any, device: DeviceInfo | None = None, **kwargs: Any) -> Expl
     about = device or _device_of(call)
     need = need_of(problem)
     unsupported = {v: unsupported_reason(v, need, about.capability) for v in versions()}
-    version, plans, tile = None, [], None
+    version, plans, tile, kernels = None, [], None, "NumPy"
     if call.on_host:
         rows = tile_rows(problem)
         tile = (rows, key_block(min(rows, problem.max_seqlen_q)))
     else:
         version = resolve_version(problem, about.capability, kwargs.get("fa_version"))
-        plans = FAMILIES[version].plans(problem, about)
+        family = FAMILIES[version]
+        plans, kernels = family.plans(problem, about), family.note(problem, about)
     known, q_lens, k_lens = _lengths(problem, call.arrays)
     flops, nbytes = _cost(problem, q_lens, k_lens)
     roofs = roofs_of(about.name)
@@ -148,6 +154,7 @@ def explain(*args: Any, device: DeviceInfo | None = None, **kwargs: Any) -> Expl
         version=version,
         unsupported={v: why for v, why in unsupported.items() if why is not None},
         device=about,
+        kernels=kernels,
         plans=tuple(plans),
         tile=tile,
         workspace_bytes=max((plan.workspace_bytes for plan in plans), default=0),

@@ -12,8 +12,6 @@ from . import hopper
 from .portable import attend, attention_plans
 from .runtime.call import Call
 from .runtime.device import DeviceInfo
-from .runtime.mla_launch import attend_latent
-from .runtime.mla_plan import mla_plans
 from .runtime.plan import Plan
 from .runtime.problem import AttentionProblem
 
@@ -39,6 +37,11 @@ class Plans(Protocol):
         """Every launch that a call within the problem's bounds may need."""
 
 
+class Note(Protocol):
+    def __call__(self, problem: AttentionProblem, info: DeviceInfo) -> str:
+        """Which kernels of the family serve a problem, and why not the faster ones."""
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """What a version adds to the public functions."""
@@ -46,24 +49,11 @@ class Family:
     launch: Launch
     schedule: Schedule
     plans: Plans
-
-
-def _attend_hopper(
-    call: Call, scheduler_metadata: Any, workspace: Any, stream: Any
-) -> tuple[Any, Any]:
-    if call.problem.has_q_v:
-        return attend_latent(call, workspace, stream, hopper=True)
-    return hopper.attend(call, scheduler_metadata, workspace, stream)
-
-
-def _hopper_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
-    if problem.has_q_v:
-        return mla_plans(problem, info, hopper=True)
-    return hopper.attention_plans(problem, info)
+    note: Note
 
 
 # A schedule is the same for both: it may be made for one version and used by the other.
 FAMILIES: dict[int, Family] = {
-    2: Family(attend, hopper.write_schedule, attention_plans),
-    3: Family(_attend_hopper, hopper.write_schedule, _hopper_plans),
+    2: Family(attend, hopper.write_schedule, attention_plans, lambda problem, info: "portable"),
+    3: Family(hopper.attend, hopper.write_schedule, hopper.attention_plans, hopper.kernel_note),
 }

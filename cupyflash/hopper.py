@@ -47,6 +47,7 @@ __all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
 
 _HEADER = HEADER_BYTES // 4
 _WIDE = 16
+_ALIGNED = (0, 0, 0, 0)
 _SHORT_ROWS = 16  # of a request that the decode kernel takes out of a mixed batch
 
 
@@ -103,8 +104,11 @@ def _plans(call: Call, device: Device, limit: int | None) -> _Plans:
     """What serves a call: one kernel, both, each its share of the requests, or neither."""
     arrays, at = call.arrays, device.pointer
     q, k, v, out = arrays.q, arrays.k, arrays.v, arrays.out
-    offsets = at(q) % _WIDE, at(k) % _WIDE, at(v) % _WIDE, 0 if out is None else at(out) % _WIDE
-    layout, key = call.layout, ("hopper", device.info, limit, offsets)
+    starts = at(q), at(k), at(v), 0 if out is None else at(out)
+    offsets = _ALIGNED
+    if (starts[0] | starts[1] | starts[2] | starts[3]) % _WIDE:
+        offsets = starts[0] % _WIDE, starts[1] % _WIDE, starts[2] % _WIDE, starts[3] % _WIDE
+    layout, key = call.layout, (device.info, limit, offsets)
     found: _Plans | None = layout.kept.get(key)
     return found or layout.keep(key, lambda: _make_plans(layout, device.info, limit, offsets))
 
@@ -148,11 +152,16 @@ def _short_requests(problem: AttentionProblem, info: DeviceInfo) -> AttentionPro
 
 
 def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
-    """Which kernel serves a problem, and why not the decode kernel."""
-    refused = decode_refusal(problem, info)
-    if refused:
-        return f"portable kernels; not the Hopper decode kernel: {refused}"
-    return "Hopper decode kernel, where rows of keys start at multiples of 16 bytes"
+    """Which kernels serve a problem whose rows start at multiples of 16 bytes, or why none does."""
+    no_decode, no_prefill = decode_refusal(problem, info), prefill_refusal(problem, info)
+    if not no_decode:
+        return "Hopper decode"
+    if no_prefill:
+        return f"portable; not Hopper decode: {no_decode}; not Hopper prefill: {no_prefill}"
+    short = _short_requests(problem, info)
+    if short is None:
+        return f"Hopper prefill; not Hopper decode: {no_decode}"
+    return f"Hopper prefill; requests of at most {short.max_seqlen_q} queries by Hopper decode"
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:

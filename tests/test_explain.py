@@ -137,3 +137,21 @@ def test_lengths_on_a_gpu_are_not_read():
     known, q_lens, k_lens = _lengths(problem, arrays)
     assert not known
     assert (list(q_lens), list(k_lens)) == ([2, 2], [20, 20])
+
+
+@pytest.mark.parametrize(("q_lens", "says", "first"), [
+    ((1,) * 4, "Hopper decode", "attention_decode_sm90"),
+    ((300,) * 4, "Hopper prefill; not Hopper decode: a request may", "attention_fwd_sm90"),
+    ((1, 1, 300), "Hopper prefill; requests of at most 5 queries", "attention_fwd_sm90"),
+])  # fmt: skip
+def test_which_hopper_kernels_serve_a_call(q_lens, says, first):
+    with gpu((9, 0)):
+        found = explain(**paged(q_lens, (400,) * len(q_lens), dims=(64, 64)))
+        assert found.version == 3
+        assert found.kernels.startswith(says)
+        assert f"kernels      {found.kernels}" in str(found)
+        assert found.plans[0].variant.symbol.startswith(first)
+        strange = explain(
+            **paged((300,), (400,), dims=(64, 64)), batch_invariant=True, fa_version=2
+        )
+        assert strange.kernels == "portable"
