@@ -58,14 +58,15 @@ def merged(xp, outs, lses, split, kind):
 
 def bounded(xp, found, right, low, kind):
     """Whether values are off by at most twice the float32 error and half an ulp; -inf exactly."""
+    found, low = (x if x.itemsize > 2 else x.astype(np.float32) for x in (found, low))
     some = xp.isfinite(right)
     if bool((some != xp.isfinite(found)).any()):
         return False
+    right = xp.where(some, right, 0)
     error, allowed = (
-        float(xp.abs(xp.where(some, x, 0).astype(np.float64) - xp.where(some, right, 0)).max())
-        for x in (found, low)
+        float(xp.abs(xp.where(some, x.astype(np.float64), 0) - right).max()) for x in (found, low)
     )
-    return error <= 2 * allowed + half_ulp(float(xp.abs(right[some]).max()), np.dtype(kind))
+    return error <= 2 * allowed + half_ulp(float(xp.abs(right).max()), np.dtype(kind))
 
 
 def check(path, tokens, heads, dim, kind, split, fp8):
