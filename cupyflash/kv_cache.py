@@ -8,8 +8,10 @@ from . import cpu
 from .runtime import env
 from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
+from .runtime.gpu_key import gpu_key
 from .runtime.nvtx import call_range
 from .runtime.rules.cache import WRITE_ARRAYS, check_write
+from .runtime.write_launch import write_cache, write_known
 from .values import check_slot_values
 
 __all__ = ["reshape_and_cache_flash"]
@@ -68,6 +70,11 @@ def reshape_and_cache_flash(
     array([0, 5])
     """
     given = (key, value, key_cache, value_cache, slot_mapping)
+    seen = None
+    if type(kv_cache_dtype) is str and key_cache is not None and not (env.check() or env.debug()):
+        seen = gpu_key(given, (k_scale, v_scale), kv_cache_dtype)
+        if seen is not None and write_known(seen, given, (k_scale, v_scale), stream):
+            return
     for name, array in zip(WRITE_ARRAYS, given, strict=False):
         if array is None:
             raise TypeError(f"{name} is None; it must be an array")
@@ -89,9 +96,7 @@ def reshape_and_cache_flash(
         return
     if env.check():
         check_slot_values(arrays[4], *arrays[2].shape[:2])
-    from .runtime.write_launch import write_cache
-
-    written = (tuple(arrays), shapes, numbers, cache_type, stream)
+    written = (tuple(arrays), shapes, numbers, cache_type, stream, seen)
     if env.debug():
         with call_range(f"reshape_and_cache_flash, {arrays[4].shape[0]} slots"):
             write_cache(*written)

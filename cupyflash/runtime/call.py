@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from .arrays import AttentionArrays, as_array, place, specs
 from .foreign import is_array
+from .gpu_key import gpu_key
 from .layout import Layout
 from .problem import AttentionProblem, describe
 from .rules.numbers import flag, name_of_type, non_negative, number
@@ -20,7 +20,6 @@ _TWO_INTEGERS = [int, int]
 _DESCALE_NAMES = ("q_descale", "k_descale", "v_descale")
 _MOST_LAYOUTS = 4096
 _layouts: dict[Any, Layout] = {}
-_seen = attrgetter("__class__", "data.device_id", "shape", "dtype", "strides")
 _make = tuple.__new__  # as a NamedTuple's own, in a third of the time
 
 
@@ -102,27 +101,11 @@ def prepare(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, fp8_dtype,
         q_fp8_dtype, wants_lse, num_splits, batch_invariant,
     )  # fmt: skip
-    key = _key(arrays, descales, options)
+    key = gpu_key(arrays, descales, options)
     layout = None if key is None else _layouts.get(key)
     if layout is None:
         return _place_and_describe(arrays, descales, options, key, stream)
     return _make(Call, (layout.problem, arrays, descales, False, layout))
-
-
-def _key(arrays: AttentionArrays, descales: tuple[Any, Any, Any], options: Any) -> Any:
-    """Equal for calls that are described alike; None where arrays must be looked at first.
-
-    It holds all that describing looks at, of arrays that are a GPU's. Those of NumPy have no
-    ``data.device_id`` (or no ``data``: ValueError for some dtypes), lists and tensors neither.
-    """
-    try:
-        seen = tuple([None if a is None else _seen(a) for a in arrays])
-        if descales[0] is None and descales[1] is None and descales[2] is None:
-            return seen, options
-        scales = [None if s is None else s if type(s) is float else _seen(s) for s in descales]
-    except (AttributeError, ValueError):
-        return None
-    return seen, options, *scales
 
 
 def _place_and_describe(

@@ -1,0 +1,317 @@
+"""Warm calls: what is kept between them, what must not be, and how little they do."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import threading
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cupyflash import flash_attn_varlen_func, reshape_and_cache_flash
+from cupyflash.runtime import attention_launch, call, write_launch
+from cupyflash.runtime.attention_params import ATTENTION_PARAMS
+from cupyflash.runtime.cupy_device import CuPyDevice, LoadedKernel
+from cupyflash.runtime.device import DeviceInfo, use_device
+from cupyflash.runtime.params import KernelArgs
+from cupyflash.runtime.plan import Plan
+from cupyflash.runtime.variant import Variant
+from cupyflash.runtime.write_plan import WRITE_PARAMS
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+class Array:
+    """As much of a CuPy array as a call touches; no memory."""
+
+    def __init__(self, shape, dtype, ptr=1 << 20, strides=None, ordinal=0):
+        plain = np.lib.stride_tricks.as_strided(np.empty(0, dtype), shape, writeable=False)
+        contiguous = np.empty(shape, dtype) if np.prod(shape) < 1 << 24 else plain
+        self.shape, self.dtype = tuple(shape), np.dtype(dtype)
+        self.strides = contiguous.strides if strides is None else strides
+        self.ndim, self.size = len(self.shape), int(np.prod(shape))
+        self.itemsize, self.nbytes = self.dtype.itemsize, self.size * self.dtype.itemsize
+        self.data = SimpleNamespace(device_id=ordinal, ptr=ptr)
+
+
+Array.__module__ = "cupy"
+
+
+class StandIn:
+    """A device that takes launches and does nothing."""
+
+    info = DeviceInfo("a GPU", 0, (8, 0), 108, 166912)
+
+    def __init__(self):
+        self.kernels, self.launches = {}, []
+
+    def compile(self, variant):
+        return variant.symbol
+
+    def launch(self, kernel, plan, args, stream):
+        self.launches.append((kernel, plan, args, stream))
+
+    def empty(self, shape, dtype, stream):
+        return Array(shape, dtype, 7 << 20)
+
+    def pointer(self, array):
+        return array.data.ptr
+
+    def is_capturing(self, stream):
+        return False
+
+    def current_stream(self):
+        return 0
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(call, "_layouts", {})
+    monkeypatch.setattr(write_launch, "_known", {})
+    with use_device(StandIn()) as found:
+        yield found
+
+
+def decode(batch=2, ptr=1 << 20, **changes):
+    arguments = {
+        "q": Array((batch, 8, 64), np.float16, ptr),
+        "k": Array((9, 16, 2, 64), np.float16, ptr + 4096),
+        "v": Array((9, 16, 2, 64), np.float16, ptr + 8192),
+        "max_seqlen_q": 1,
+        "cu_seqlens_q": Array((batch + 1,), np.int32, ptr + 16),
+        "max_seqlen_k": 64,
+        "seqused_k": Array((batch,), np.int32, ptr + 32),
+        "block_table": Array((batch, 4), np.int32, ptr + 48),
+        "num_splits": 1,
+    }
+    return {**arguments, **changes}
+
+
+def sent(device, layout=ATTENTION_PARAMS):
+    return layout.unpack(device.launches[-1][2].values[0])
+
+
+def test_equal_calls_are_validated_once(device, monkeypatch):
+    flash_attn_varlen_func(**decode())
+    monkeypatch.setattr(call, "describe", None)
+    monkeypatch.setattr(attention_launch, "make_attention_plan", None)
+    flash_attn_varlen_func(**decode(ptr=1 << 24))
+    assert sent(device)["q"] == 1 << 24
+    assert sent(device)["block_table"] == (1 << 24) + 48
+    assert sent(device)["out"] == 7 << 20
+
+
+def test_another_array_at_the_same_address_is_seen_as_it_is(device):
+    flash_attn_varlen_func(**decode())
+    first = sent(device)
+    strides = (2 * 8 * 64 * 2, 128, 2)
+    flash_attn_varlen_func(**decode(q=Array((2, 8, 64), np.float16, strides=strides)))
+    assert sent(device)["q"] == first["q"]
+    assert sent(device)["q_token_stride"] == 2 * first["q_token_stride"]
+    flash_attn_varlen_func(**decode(batch=3))
+    assert (first["batch"], sent(device)["batch"]) == (2, 3)
+    flash_attn_varlen_func(**decode(q=Array((2, 6, 64), np.float16)))
+    assert (sent(device)["heads_q"], sent(device)["group"]) == (6, 3)
+
+
+def test_alignment_is_that_of_each_call(device):
+    for ptr, wide in ((1 << 20, 1), ((1 << 20) + 2, 0), (1 << 21, 1)):
+        flash_attn_varlen_func(**decode(q=Array((2, 8, 64), np.float16, ptr)))
+        assert (sent(device)["q_vectorised"], sent(device)["k_vectorised"]) == (wide, 1)
+
+
+def test_scales_are_those_of_each_call(device):
+    bytes_ = {n: Array((9, 16, 2, 64), np.uint8) for n in "kv"}
+    whole = Array((2, 2), np.float32, 5 << 20)
+    one = Array((1,), np.float32, 6 << 20)
+    for v_descale, expected in (
+        (0.5, (0, 0, 0.5)), (whole, (5 << 20, 8, 1.0)), (one, (6 << 20, 0, 1.0)),
+        (2.0, (0, 0, 2.0)), (None, (0, 0, 1.0)),
+    ):  # fmt: skip
+        for _ in range(2):
+            flash_attn_varlen_func(**decode(**bytes_, v_descale=v_descale))
+            found = sent(device)
+            assert tuple(found[n] for n in ("v_descale", "v_descale_batch_stride", "v_scale")) == (
+                expected
+            )
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"max_seqlen_q": 1.0}, "max_seqlen_q is float"),
+        ({"max_seqlen_q": True}, "max_seqlen_q is bool"),
+        ({"causal": 0}, "causal is int"),
+        ({"softcap": False}, "softcap is bool"),
+        ({"softcap": float("nan")}, "softcap=nan"),
+        ({"softmax_scale": float("inf")}, "softmax_scale=inf"),
+        ({"window_size": (-1.0, -1)}, "two integers"),
+        ({"num_splits": True}, "num_splits is bool"),
+        ({"fp8_dtype": ["e4m3"]}, "fp8_dtype is list"),
+        ({"seqused_k": [3, 4]}, "seqused_k is list"),
+        ({"k": Array((9, 16, 2, 64), np.float16, ordinal=1)}, "several GPUs"),
+        ({"k": Array((9, 16, 2, 64), np.float32)}, "k, v|float32"),
+    ],
+)
+def test_a_like_call_that_was_accepted_lets_no_wrong_one_pass(device, change, error):
+    flash_attn_varlen_func(**decode(window_size=(-1, -1)))
+    for _ in range(2):
+        with pytest.raises((TypeError, ValueError), match=error):
+            flash_attn_varlen_func(**decode(**{"window_size": (-1, -1), **change}))
+    assert len(device.launches) == 1
+
+
+def test_more_layouts_than_are_kept(device, monkeypatch):
+    monkeypatch.setattr(call, "_MOST_LAYOUTS", 5)
+    for batch in (*range(1, 9), *range(1, 9)):
+        flash_attn_varlen_func(**decode(batch=batch))
+        assert sent(device)["batch"] == batch
+    assert len(call._layouts) <= 7
+
+
+def test_threads_with_layouts_of_their_own(device):
+    wrong = []
+
+    def work(batch):
+        own = StandIn()
+        with use_device(own):
+            for i in range(200):
+                flash_attn_varlen_func(**decode(batch=batch, ptr=(batch << 24) + 64 * i))
+                found = sent(own)
+                if (found["batch"], found["q"]) != (batch, (batch << 24) + 64 * i):
+                    wrong.append(batch)
+
+    threads = [threading.Thread(target=work, args=(1 + i % 3,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def write(ptr=1 << 20, k_scale=1.0, v_scale=1.0, kind="fp8", cache=np.uint8):
+    return (
+        *(Array((5, 2, 64), np.float16, ptr + 512 * i) for i in range(2)),
+        *(Array((4, 16, 2, 64), cache, ptr + 4096 * i) for i in (1, 2)),
+        Array((5,), np.int64, ptr + 8), kind, k_scale, v_scale,
+    )  # fmt: skip
+
+
+def test_writes_are_validated_once_and_use_the_scales_of_each(device, monkeypatch):
+    scale = Array((1,), np.float32, 3 << 20)
+    kinds = ((0.5, scale), (0.5, 0.5), (None, 0.25), (0.5, 0.25))
+    for k_scale, v_scale in kinds:
+        reshape_and_cache_flash(*write(k_scale=k_scale, v_scale=v_scale))
+    monkeypatch.setattr("cupyflash.kv_cache.check_write", None)
+    for k_scale, v_scale in kinds:
+        reshape_and_cache_flash(*write(1 << 24, k_scale, v_scale))
+        found = sent(device, WRITE_PARAMS)
+        assert found["key_source"] == 1 << 24
+        assert found["key_scale_value"] == (1.0 if k_scale is None else k_scale)
+        assert found["value_scale"] == (3 << 20 if v_scale is scale else 0)
+        assert found["value_scale_value"] == (1.0 if v_scale is scale else v_scale)
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), True, "1"])
+def test_a_wrong_scale_is_refused_after_right_ones(device, scale):
+    reshape_and_cache_flash(*write())
+    with pytest.raises((TypeError, ValueError), match="k_scale"):
+        reshape_and_cache_flash(*write(k_scale=scale))
+    assert len(device.launches) == 1
+
+
+def calls_of(function):
+    """Functions of the library that a call enters: a host time that no busy machine changes."""
+    count = 0
+
+    def seen(frame, event, argument):
+        nonlocal count
+        count += event == "call" and "cupyflash" in frame.f_code.co_filename
+
+    sys.setprofile(seen)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("batch", [1, 4096])
+def test_a_warm_call_enters_few_functions(device, batch):
+    def attention(**changes):
+        arguments = decode(batch=batch, **changes)
+        flash_attn_varlen_func(**arguments)
+        return calls_of(lambda: flash_attn_varlen_func(**arguments))
+
+    assert attention() <= 30
+    assert attention(out=Array((batch, 8, 64), np.float16)) <= 30
+    arguments = write()
+    reshape_and_cache_flash(*arguments)
+    assert calls_of(lambda: reshape_and_cache_flash(*arguments)) <= 18
+
+
+# The launch itself
+
+
+class LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "smem")),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
+    )  # fmt: skip
+
+
+def cupy_device(launch):
+    device = object.__new__(CuPyDevice)
+    device.ordinal, device._alone, device._launch = 0, True, launch
+    device._current_stream = lambda: SimpleNamespace(ptr=0x7F0123456789)
+    device._context = SimpleNamespace(use=lambda: None)
+    device._runtime = SimpleNamespace(free=lambda pointer: None)
+    error = type("CUDADriverError", (RuntimeError,), {})
+    device._cp = SimpleNamespace(
+        cuda=SimpleNamespace(driver=SimpleNamespace(CUDADriverError=error))
+    )
+    return device
+
+
+PLAN = Plan(Variant("a.cu", "a", "sm_90", ()), (3, 2, 1), (128, 4, 1), 50000)
+
+
+@pytest.mark.parametrize("values", [(b"\0one",), (b"first", bytes(range(128)), b"\0" * 7)])
+@pytest.mark.parametrize("programmatic", [False, True])
+def test_what_the_driver_is_given(values, programmatic):
+    taken = []
+
+    def launch(config, function, pointers, extra):
+        found = LaunchConfig.from_buffer_copy(config)
+        places = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
+        taken.append([ctypes.string_at(places[i], len(value)) for i, value in enumerate(values)])
+        shape = found.gx, found.gy, found.gz, found.bx, found.by, found.bz, found.smem
+        assert shape == (3, 2, 1, 128, 4, 1, 50000)
+        assert found.stream == (9 if len(taken) > 1 else 0x7F0123456789)
+        assert function.value == 0x7FFF00001234
+        assert found.count == programmatic
+        attribute = (ctypes.c_int * 18).from_address(found.attributes)
+        assert list(attribute) == [6, 0, 1] + [0] * 15
+        assert extra is None
+        return 0
+
+    device = cupy_device(launch)
+    plan = Plan(PLAN.variant, PLAN.grid, PLAN.block, PLAN.smem_bytes, programmatic=programmatic)
+    kernel = LoadedKernel(SimpleNamespace(ptr=0x7FFF00001234))
+    device.launch(kernel, plan, KernelArgs(values), None)
+    device.launch(kernel, plan, KernelArgs(values), 9)
+    assert taken == [list(values)] * 2
+
+
+def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised():
+    statuses = [201, 0, 201, 201, 700]
+    device = cupy_device(lambda *args: statuses.pop(0))
+    kernel, args = LoadedKernel(SimpleNamespace(ptr=1)), KernelArgs((b"x",))
+    device.launch(kernel, PLAN, args, 0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError):
+            device.launch(kernel, PLAN, args, 0)
+    assert not statuses
