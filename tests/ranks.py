@@ -177,3 +177,11 @@ def run_step(group: Any, case: Case) -> tuple[np.ndarray, np.ndarray]:
 
 def run_steps(group: Any, cases: list[Case]) -> list[tuple[np.ndarray, np.ndarray]]:
     return [run_step(group, case) for case in cases]
+
+
+def run_emulated(group: Any, cases: list[Case], arch: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The same through the real kernels on the emulator; a process a rank."""
+    from emulator import emulated
+
+    with emulated(arch):
+        return run_steps(group, cases)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from ranks import Case, Step, run_step, run_steps
+from ranks import Case, Step, run_emulated, run_step, run_steps
 
 from cupyflash.distributed.local import run_processes, run_threads
 
@@ -65,6 +65,21 @@ def test_ranks_as_processes(size):
     results = run_processes(run_steps, size, LITERAL, timeout=60.0)
     for case, found in zip(LITERAL, zip(*results, strict=True), strict=True):
         check(case, size, found)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_ranks_over_the_real_kernels(arch):
+    """Cache writes, both passes and merges on the emulator."""
+    cases = [
+        Case(
+            ((1, 40), (3, 0), (1, 1)), num_kv_heads=2, head_dim=64, dtype="fp16", sink=True,
+            padding=1,
+        ),
+        Case(((2, 20), (1, 0)), head_dim=64, dtype="bf16", kv_cache_dtype="fp8", combine="ag_rs"),
+    ]  # fmt: skip
+    results = run_processes(run_emulated, 2, cases, arch, timeout=120.0)
+    for case, found in zip(cases, zip(*results, strict=True), strict=True):
+        check(case, 2, found)
 
 
 @pytest.mark.parametrize("combine", ["a2a", "ag_rs"])
