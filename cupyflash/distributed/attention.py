@@ -33,6 +33,7 @@ def context_parallel_attention(
     context_lens: Array,
     max_context_len: int,
     block_table: Array,
+    q_v: Array = None,
     softmax_scale: float | None = None,
     causal: bool = True,
     softcap: float = 0.0,
@@ -69,6 +70,9 @@ def context_parallel_attention(
     max_context_len : int
         Their bound on any rank, the same on all; 0 = no request has a context.
     block_table : array [batch, max_blocks], int32
+    q_v : array [total_q, Hq, Dv], optional
+        The latent part of the queries (multi-head latent attention): v is the latent part of the
+        keys too.
     softmax_scale, causal, softcap, s_aux, k_descale, v_descale, fp8_dtype
         As `flash_attn_varlen_func`; sinks of this rank's heads; descales of the cache.
     out : array [total_q, Hq, Dv], optional
@@ -102,8 +106,8 @@ def context_parallel_attention(
     lse = xp.zeros((heads, tokens), np.float32)
     own_pass = partial(
         flash_attn_varlen_func, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q,
-        causal=causal, s_aux=s_aux, out=out, lse=lse, num_splits=1 if batch_invariant else 0,
-        **shared,
+        q_v=q_v, causal=causal, s_aux=s_aux, out=out, lse=lse,
+        num_splits=1 if batch_invariant else 0, **shared,
     )  # fmt: skip
     if max_context_len == 0:
         own_pass()
@@ -111,12 +115,15 @@ def context_parallel_attention(
     # Small beside the context; it runs while queries travel.
     wait = group.beside(own_pass)
     kv_heads = key_cache.shape[2]
-    asked = q if group.size == 1 else gather_heads(group.all_gather(q), kv_heads)
+    asked, asked_v = (
+        x if x is None or group.size == 1 else gather_heads(group.all_gather(x), kv_heads)
+        for x in (q, q_v)
+    )
     context = xp.empty((*asked.shape[:2], out.shape[-1]), out.dtype)
     context_lse = xp.full(asked.shape[1::-1], -np.inf, np.float32)
     flash_attn_varlen_func(
         asked, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_context_len,
-        seqused_k=context_lens, block_table=block_table, out=context, lse=context_lse,
+        seqused_k=context_lens, q_v=asked_v, block_table=block_table, out=context, lse=context_lse,
         k_descale=k_descale, v_descale=v_descale, fp8_dtype=fp8_dtype,
         scheduler_metadata=scheduler_metadata, num_splits=num_splits, **shared,
     )  # fmt: skip
