@@ -133,7 +133,9 @@ def flash_attn_varlen_func(
     cp_tot_seqused_k : array [batch], int32, optional
         Keys of each whole sequence; required with a share.
     workspace : array [nbytes], uint8, optional
-        Scratch on the GPU of at least `workspace_size` bytes. The CPU needs none.
+        Scratch on the GPU, at a multiple of 16 bytes; `workspace_size` says how much serves best.
+        In a smaller one keys are split less, and it is never written past its end. The device's
+        own if None. The CPU needs none.
     batch_invariant : bool
         The bits of a request do not depend on its neighbours. Always so on the CPU.
     stream : int or stream, optional
