@@ -18,36 +18,37 @@ extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
   extern __shared__ __align__(1024) char smem[];
   using Loop = DecodeLoop<DecodeVariant>;
   using Merge = DecodeMerge<DecodeVariant>;
-  const int warp = threadIdx.x / 32, cta = blockIdx.x;
+  const int cta = blockIdx.x;
   const Merge merge(p, d, smem + kDecodeWarps * d.stages * Loop::kStageBytes);
   const u32 barriers = shared_address(merge.barriers());
-  if (threadIdx.x % 32 == 0) {
-    if (warp == 0) prefetch_tensor_map(&k_map), prefetch_tensor_map(&v_map);
-    for (int i = 0; i < d.stages; ++i) mbarrier_init(barriers + (warp * d.stages + i) * 8, 1);
+  if (threadIdx.x == 0) prefetch_tensor_map(&k_map), prefetch_tensor_map(&v_map);
+  if (static_cast<int>(threadIdx.x) < kDecodeWarps * d.stages) {
+    mbarrier_init(barriers + threadIdx.x * 8, 1);
     mbarrier_init_fence();
   }
-  if (p.block_table) {  // it is read after the lengths, and should be near by then
-    const i64 at = (static_cast<i64>(cta) * kDecodeThreads + threadIdx.x) * 128;
-    if (at < p.batch * p.table_row_stride) prefetch_l2(p.block_table + at);
-  }
+  // The table is read after the lengths, and should be near by then.
+  const int line = (cta * kDecodeThreads + threadIdx.x) * 128;
+  if (line < d.table_bytes) prefetch_l2(p.block_table + line);
   wait_for_earlier_launches();
   let_later_launches_start();
 
   BatchTotals totals = {};
   const i32 *prefix = d.prefix;
   if (prefix) {
-    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2], prefix[p.batch + 3]};
+    const i32 *const more = prefix + p.batch;
+    totals = {more[0], more[1], more[2], more[3], more[4] != 0};
     __syncthreads();
   } else {
     totals = add_up<kDecodeThreads>(p, d, 0, p.batch, totals, merge.prefix(), merge.scratch());
     prefix = merge.prefix();
   }
   const Spans spans(d, p.batch, prefix, totals);
-  int at = spans.begin(p, d, cta);
-  const int end = spans.begin(p, d, cta + 1);
+  const KeyRange tiles = spans.tiles_of(p, d, cta);
+  int at = tiles.begin;
+  const int end = tiles.end;
   Loop loop(p, d, spans, &k_map, &v_map, shared_address(smem), barriers, at, end);
   loop.start();
-  merge.write_empty(prefix, cta);
+  if (!totals.alike || !totals.first_tiles) merge.write_empty(prefix, cta);
   if (at >= end) return;
 
   int request = spans.find(at);

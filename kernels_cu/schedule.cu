@@ -14,7 +14,7 @@ constexpr int kScheduleThreads = 1024, kStep = 8 * kScheduleThreads;
 
 extern "C" __global__ void __launch_bounds__(kScheduleThreads) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d) {
-  __shared__ i32 scratch[2 * kScheduleThreads / 32];
+  __shared__ i32 scratch[2 * kScheduleThreads / 32 + 2];
   if (d.arrivals) {
     for (int i = threadIdx.x; i < d.spans; i += kScheduleThreads) d.arrivals[i] = 0;
   }
@@ -26,8 +26,10 @@ extern "C" __global__ void __launch_bounds__(kScheduleThreads) KERNEL_NAME(
                                       scratch);
   }
   if (threadIdx.x == 0) {
-    d.prefix[p.batch + 1] = totals.alike;
-    d.prefix[p.batch + 2] = totals.segments;
-    d.prefix[p.batch + 3] = totals.largest;
+    i32 *const more = d.prefix + p.batch + 1;
+    more[0] = totals.largest;
+    more[1] = totals.first_tiles;
+    more[2] = totals.first_segments;
+    more[3] = totals.alike;
   }
 }

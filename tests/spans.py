@@ -24,12 +24,13 @@ struct Found { i32 *begins, *firsts, *counts, *requests, *table; };
 extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
     const __grid_constant__ Found found) {
-  __shared__ i32 scratch[8], own[513];
+  __shared__ i32 scratch[10], own[513];
   BatchTotals totals = {};
   const i32 *prefix = own;
   if (d.prefix) {
     prefix = d.prefix;
-    totals = {prefix[p.batch], prefix[p.batch + 1], prefix[p.batch + 2], prefix[p.batch + 3]};
+    const i32 *const more = prefix + p.batch;
+    totals = {more[0], more[1], more[2], more[3], more[4] != 0};
   } else {
     totals = add_up<128>(p, d, 0, p.batch, totals, own, scratch);
   }
@@ -37,10 +38,15 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i <= p.batch; i += 128) found.table[i] = prefix[i];
     if (threadIdx.x == 0) {
-      found.table[p.batch + 1] = totals.alike, found.table[p.batch + 2] = totals.segments;
-      found.table[p.batch + 3] = totals.largest;
+      i32 *const more = found.table + p.batch + 1;
+      more[0] = totals.largest, more[1] = totals.first_tiles, more[2] = totals.first_segments;
+      more[3] = totals.alike;
     }
-    for (int i = threadIdx.x; i <= d.spans; i += 128) found.begins[i] = spans.begin(p, d, i);
+    for (int i = threadIdx.x; i <= d.spans; i += 128) {
+      const KeyRange tiles = spans.tiles_of(p, d, i);
+      found.begins[i] = tiles.begin;
+      if (i < d.spans && spans.tiles_of(p, d, i + 1).begin != tiles.end) found.begins[i] = -1;
+    }
     for (int i = threadIdx.x; i < totals.tiles; i += 128) {
       const int request = spans.find(i);
       const RequestWork w = request_work(p, d, request);

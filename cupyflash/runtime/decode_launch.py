@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 from .arrays import AttentionArrays
 from .attention_args import Tiling, arrays_of, pack_attention, results
@@ -20,14 +20,16 @@ __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
 _UINT8, _UINT16 = 0, 1  # CUtensorMapDataType
 _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL = 3, 0, 0
 _LARGEST_STRIDE = 1 << 40
+_MOST_MAPS = 1024
+_LARGEST_PREFETCH = 1 << 20  # bytes of a block table
 _TILING = Tiling(0, 0, 0, 0)
 
 HEADER_BYTES = 16
 """Of a schedule, before its table."""
 
 
-class Placement(NamedTuple):
-    """What of a call the decode kernel's arguments depend on besides its plan.
+class Placement:
+    """What of a call the decode kernel's arguments depend on besides addresses.
 
     Attributes
     ----------
@@ -35,10 +37,50 @@ class Placement(NamedTuple):
         For k and v: element type, shape, strides and box of a tensor map.
     out_step : int
         The bits that rows of ``out`` have in their addresses besides those of the first.
+    tails : tuple of bytes
+        ``DecodeParams`` after its pointers, for narrow and for wide stores.
     """
 
-    key_maps: tuple[tuple[Any, ...], ...]
-    out_step: int
+    __slots__ = ("_maps", "key_maps", "out_step", "tails")
+
+    def __init__(self, layout: Layout, plan: DecodePlan) -> None:
+        arrays = AttentionArrays(*layout.specs)
+        self.key_maps = (
+            _map_of(arrays.k, plan.k_panels, plan.box_rows, plan.whole_boxes),
+            _map_of(arrays.v, plan.v_panels, plan.box_rows, plan.whole_boxes),
+        )
+        if arrays.out is None:
+            problem = layout.problem
+            self.out_step = problem.head_dim_v * problem.out_type.itemsize
+        else:
+            self.out_step = arrays.out[2][0] | arrays.out[2][1]
+        table_bytes = 0
+        if arrays.block_table is not None:
+            (rows, columns), _, (stride, _) = arrays.block_table
+            table_bytes = (rows - 1) * stride + columns * 4
+        ahead = table_bytes if table_bytes <= _LARGEST_PREFETCH else 0
+        self.tails = tuple(DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide) for wide in (0, 1))
+        self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}
+
+    def maps(self, device: Device, k: Any, v: Any) -> tuple[bytes, bytes]:
+        """The tensor maps of k and v, encoded once an address."""
+        starts = device.pointer(k), device.pointer(v)
+        return self._maps.get(starts) or self._encode(device, (k, v), starts)
+
+    def _encode(
+        self, device: Device, arrays: tuple[Any, Any], starts: tuple[int, int]
+    ) -> tuple[bytes, bytes]:
+        k, v = (
+            device.encode_tensor_map(
+                array, kind, start, shape, strides, box, _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL
+            )
+            for array, start, (kind, shape, strides, box) in zip(
+                arrays, starts, self.key_maps, strict=True
+            )
+        )
+        if len(self._maps) >= _MOST_MAPS:
+            self._maps.clear()
+        return self._maps.setdefault(starts, (k, v))
 
 
 def layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
@@ -66,18 +108,6 @@ def layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
         if any(not 0 < s < _LARGEST_STRIDE for s in steps):
             return f"{name}: strides {strides} are not between 0 and 2^40"
     return ""
-
-
-def _placement(layout: Layout, plan: DecodePlan) -> Placement:
-    arrays = AttentionArrays(*layout.specs)
-    maps = (
-        _map_of(arrays.k, plan.k_panels, plan.box_rows, plan.whole_boxes),
-        _map_of(arrays.v, plan.v_panels, plan.box_rows, plan.whole_boxes),
-    )
-    if arrays.out is None:
-        return Placement(maps, layout.problem.head_dim_v * layout.problem.out_type.itemsize)
-    strides = arrays.out[2]
-    return Placement(maps, strides[0] | strides[1])
 
 
 def _map_of(spec: Any, panels: int, box_rows: int, whole: bool) -> tuple[Any, ...]:
@@ -150,7 +180,7 @@ def _queue(
 ) -> None:
     """``counters`` are 0 between launches; without them they lie in the block and are set to 0."""
     layout = call.layout
-    placed: Placement = layout.kept.get(plan) or layout.keep(plan, lambda: _placement(layout, plan))
+    placed: Placement = layout.kept.get(plan) or layout.keep(plan, lambda: Placement(layout, plan))
     packed = pack_attention(call, device, *found, None, _TILING)
     start = 0 if block is None else device.pointer(block)
     partials = (start, start + plan.state_at) if plan.splits else (0, 0)
@@ -160,17 +190,10 @@ def _queue(
     wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0
     prefix = made if table is None else device.pointer(table) + HEADER_BYTES
     arrays = arrays_of(call, *found, block, counters, table)
+    tail = placed.tails[wide]
     if cleared or made:
-        values = DECODE_PARAMS.pack(*partials, cleared, made, *plan.numbers, wide)
+        values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made)
         launch(device, plan.schedule, KernelArgs((packed, values), arrays), stream)
-    decode = DECODE_PARAMS.pack(*partials, arrivals, prefix, *plan.numbers, wide)
-    maps = tuple(
-        device.encode_tensor_map(
-            array, kind, device.pointer(array), shape, strides, box,
-            _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL,
-        )
-        for array, (kind, shape, strides, box) in zip(
-            (call.arrays.k, call.arrays.v), placed.key_maps, strict=True
-        )
-    )  # fmt: skip
+    decode = DECODE_PARAMS.pack_head(tail, *partials, arrivals, prefix)
+    maps = placed.maps(device, call.arrays.k, call.arrays.v)
     launch(device, plan.attend, KernelArgs((packed, decode, *maps), arrays), stream)

@@ -26,7 +26,7 @@ __all__ = [
 LARGEST_SCAN = 512
 """Requests that every block adds up for itself: 128 threads, 4 each."""
 
-PREFIX_EXTRA = 4
+PREFIX_EXTRA = 5
 """int32 words of the table of schedule.cu besides one a request."""
 
 _THREADS, _WARPS = 128, 4
@@ -41,7 +41,7 @@ _MOST_TILES = 1 << 31
 _ANY_ROWS = (1 << 31) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DecodePlan:
     """One launch, or two with the schedule.
 
@@ -123,10 +123,16 @@ def _tile(problem: AttentionProblem) -> DecodeTile:
     return DecodeTile(compute, cache, head_dim, next((r for r in tiles if rows <= r), tiles[-1]))
 
 
-def _side_by_side(problem: AttentionProblem) -> int:
-    """KV heads that a block takes together, so that short rows are read beside each other."""
+def _side_by_side(problem: AttentionProblem, info: DeviceInfo) -> int:
+    """KV heads that a block takes together, so that short rows are read beside each other.
+
+    Not where it leaves too few segments: a split one costs more than the rows gain.
+    """
     row, heads = problem.head_dim * problem.kv_type.itemsize, 1
-    while heads < _WARPS and heads * row < _CONTIGUOUS and problem.num_heads_kv % (2 * heads) == 0:
+    while heads < _WARPS and heads * row < _CONTIGUOUS:
+        fewer, rest = divmod(problem.num_heads_kv, 2 * heads)
+        if rest or problem.batch * fewer < info.num_sms:
+            break
         heads *= 2
     return heads
 
@@ -142,7 +148,7 @@ def make_decode_plan(
 
     Requests of more than ``most_rows`` rows (queries times heads of a group) are left as they are.
     """
-    tile, unit = _tile(problem), _side_by_side(problem)
+    tile, unit = _tile(problem), _side_by_side(problem, info)
     row_block = min(tile.rows, max(1, _tokens(problem) * problem.group_size))
     segments = problem.batch * problem.num_heads_kv // unit
     table = problem.batch > LARGEST_SCAN
@@ -189,7 +195,7 @@ def make_decode_plan(
     counters_at = table_at + prefix_bytes
     nbytes = counters_at + (_round16(spans * 4) if rows else 0)
     smem_bytes = stages * per_stage + rest
-    attend = Plan(tile.variant, (spans, 1, 1), (_THREADS, 1, 1), smem_bytes, nbytes)
+    attend = Plan(tile.variant, (spans, 1, 1), (_THREADS, 1, 1), smem_bytes, nbytes, True)
     return DecodePlan(
         attend=attend,
         schedule=schedule_plan(problem.batch),
@@ -229,7 +235,7 @@ def _columns(head_dim: int, rows: int) -> int:
 def _rest_bytes(tile: DecodeTile, row_block: int, columns: int, prefix_words: int) -> int:
     """Shared memory besides the ring, as mainloop/decode_merge_sm90.cuh lays it out."""
     floats = _WARPS * max(128 + 4, row_block * (columns + 4))
-    return floats * 4 + _WARPS * tile.rows * 8 + 2 * _WARPS * 4 + prefix_words * 4
+    return floats * 4 + _WARPS * tile.rows * 8 + (2 * _WARPS + 2) * 4 + prefix_words * 4
 
 
 def _panels(problem: AttentionProblem, tile: DecodeTile, box_rows: int) -> tuple[int, int, bool]:

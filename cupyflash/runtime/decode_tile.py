@@ -38,6 +38,7 @@ DECODE_PARAMS = ParamsLayout(
         )
     ),
     ("group_inverse", "u32"),
+    ("table_bytes", "i32"),
     ("out_wide", "i32"),
 )
 """The layout of ``core/decode_params.cuh``."""

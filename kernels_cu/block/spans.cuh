@@ -37,13 +37,15 @@ __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
 
 struct BatchTotals {
   int tiles;
-  int alike;     // tiles of a segment, where all requests have equal segments; else 0
-  int segments;  // of each request then
-  int largest;   // tiles of a segment
+  int largest;         // tiles of a segment
+  int first_tiles;     // of each segment of request 0
+  int first_segments;  // of request 0
+  bool alike;          // all requests are as request 0
 };
 
 // Adds requests begin..end - 1 up, as many a thread as it takes. prefix[i + 1] are the tiles of
-// requests 0..i; `before` are the totals of earlier calls. Barriers inside. scratch [2 * warps].
+// requests 0..i; `before` are the totals of earlier calls. Barriers inside.
+// scratch [2 * warps + 2].
 template <int kBlock>
 __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const DecodeParams &d,
                                               int begin, int end, BatchTotals before, i32 *prefix,
@@ -52,15 +54,15 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int each = (end - begin + kBlock - 1) / kBlock;
   const int mine = begin + static_cast<int>(threadIdx.x) * each, last = min(end, mine + each);
-  const RequestWork first = request_work(p, d, 0);
-  int sum = 0, largest = 0;
+  int sum = 0, largest = 0, tiles = -1, segments = -1;
   bool alike = true;
 #pragma unroll 1
   for (int i = mine; i < last; ++i) {
     const RequestWork w = request_work(p, d, i);
     sum += w.tiles * w.segments;
     largest = max(largest, w.tiles);
-    alike &= w.tiles == first.tiles && w.segments == first.segments;
+    alike &= i == mine || (w.tiles == tiles && w.segments == segments);
+    tiles = w.tiles, segments = w.segments;
   }
   int upto = sum;
 #pragma unroll
@@ -70,7 +72,11 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
   }
   largest = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<u32>(largest)));
   if (lane == 31) scratch[warp] = upto, scratch[kWarps + warp] = largest;
-  alike = __syncthreads_and(alike);
+  if (threadIdx.x == 0) {
+    scratch[2 * kWarps] = begin ? before.first_tiles : tiles;
+    scratch[2 * kWarps + 1] = begin ? before.first_segments : segments;
+  }
+  __syncthreads();
   BatchTotals totals = before;
   int run = before.tiles + upto - sum;
 #pragma unroll
@@ -79,9 +85,8 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
     totals.tiles += scratch[w];
     totals.largest = max(totals.largest, scratch[kWarps + w]);
   }
-  const bool all = alike && (begin == 0 || before.alike > 0);
-  totals.alike = all ? first.tiles : 0;
-  totals.segments = first.segments;
+  totals.first_tiles = scratch[2 * kWarps], totals.first_segments = scratch[2 * kWarps + 1];
+  alike &= mine >= last || (tiles == totals.first_tiles && segments == totals.first_segments);
   if (each == 1) {
     if (mine < end) prefix[mine + 1] = run + sum;
   } else {
@@ -93,20 +98,19 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
     }
   }
   if (begin == 0 && threadIdx.x == 0) prefix[0] = 0;
-  __syncthreads();
+  totals.alike = __syncthreads_and(alike) && (begin == 0 || before.alike);
   return totals;
 }
 
 class Spans {
  public:
-  // `segments`: of the whole batch, where all are alike.
   __device__ __forceinline__ Spans(const DecodeParams &d, int batch, const i32 *prefix,
                                    const BatchTotals &totals)
       : prefix(prefix), batch_(batch), total_(totals.tiles), single_(d.most_pieces == 1) {
     const u32 total = totals.tiles, limit = d.spans;
     count_ = min(limit, (total + (1 << d.fewest_shift) - 1) >> d.fewest_shift);
-    if (totals.alike && total <= static_cast<u32>(d.align_most)) {
-      cut_alike(d, totals.alike, totals.segments * batch, limit);
+    if (totals.alike && totals.first_tiles && total <= static_cast<u32>(d.align_most)) {
+      cut_alike(d, totals.first_tiles, totals.first_segments * batch, limit);
     }
     if (d.most_pieces > 1 && !pieces_ && !whole_) {
       const u32 shortest = (totals.largest + d.most_pieces - 2) / (d.most_pieces - 1);
@@ -120,17 +124,23 @@ class Spans {
     }
   }
 
-  // Where span c begins; where the line ends for those past the last.
-  __device__ __forceinline__ int begin(const AttentionParams &p, const DecodeParams &d,
-                                       u32 c) const {
-    if (c >= count_) return total_;
+  // The tiles of span c; none for those past the last.
+  __device__ __forceinline__ KeyRange tiles_of(const AttentionParams &p, const DecodeParams &d,
+                                               u32 c) const {
+    if (c >= count_) return {total_, total_};
     if (pieces_) {
-      const u32 s = c / pieces_;
-      return s * segment_ + (c - s * pieces_) * segment_ / pieces_;
+      const u32 s = c / pieces_, r = c - s * pieces_, at = s * segment_;
+      return {static_cast<int>(at + r * segment_ / pieces_),
+              static_cast<int>(at + (r + 1) * segment_ / pieces_)};
     }
-    if (whole_) return min(static_cast<u32>(total_), c * whole_);
-    const int at = c * share_ + min(c, rest_);
-    return single_ && at > 0 ? segment_end(p, d, prefix, batch_, at - 1) : at;
+    if (whole_) {
+      const u32 at = c * whole_;
+      return {static_cast<int>(at), static_cast<int>(min(static_cast<u32>(total_), at + whole_))};
+    }
+    const int at = c * share_ + min(c, rest_), end = at + share_ + (c < rest_ ? 1 : 0);
+    if (!single_) return {at, end};
+    return {at ? segment_end(p, d, prefix, batch_, at - 1) : 0,
+            segment_end(p, d, prefix, batch_, end - 1)};
   }
 
   // The spans that have a split segment: the first one, and how many.

@@ -7,7 +7,7 @@ struct DecodeParams {
   float *partial_out;  // [2 * spans, unit * row_block, head_dim_v]
   float2 *partial_state;  // [2 * spans, unit * row_block] largest score to base 2, sum of weights
   u32 *arrivals;       // [spans], 0 between launches
-  i32 *prefix;         // [batch + 4] of schedule.cu, or null: every CTA adds the lengths up
+  i32 *prefix;         // [batch + 5] of schedule.cu, or null: every CTA adds the lengths up
   i32 spans;           // that there may be
   i32 tile_shift;      // log2 of the keys of a tile
   i32 row_block;       // rows of a segment, at most
@@ -24,5 +24,6 @@ struct DecodeParams {
   i32 column_shift;    // log2 of the columns of the outputs that warps merge at a time
   i32 page_shift;      // log2 of the page size; -1: it is no power of two
   u32 group_inverse;   // 2^32 over the group size, rounded up; 0: the group is 1
+  i32 table_bytes;     // of the block table, that are worth fetching ahead
   i32 out_wide;        // stores of four elements
 };

@@ -43,7 +43,7 @@ class DecodeMerge {
   __device__ __forceinline__ i32 *scratch() const {
     return reinterpret_cast<i32 *>(barriers() + kDecodeWarps * d.stages);
   }
-  __device__ __forceinline__ i32 *prefix() const { return scratch() + 2 * kDecodeWarps; }
+  __device__ __forceinline__ i32 *prefix() const { return scratch() + 2 * kDecodeWarps + 2; }
 
   // Rows of requests without keys, dealt to all blocks.
   __device__ __forceinline__ void write_empty(const i32 *prefix, int cta) const {
@@ -120,23 +120,26 @@ class DecodeMerge {
       const int in_pass = i * 4 & ((1 << d.column_shift) - 1), at = column + in_pass;
       if (at >= p.head_dim_v) continue;
       float top = -infinity(), sum = 0.f, acc[4] = {};
-      for (int w = side; w < kDecodeWarps; w += unit) {
-        top = fmaxf(top, states_[w * 8 * kRowTiles + row].x);
+      float2 state[kDecodeWarps];
+#pragma unroll
+      for (int w = 0; w < kDecodeWarps; ++w) {
+        state[w] = states_[w * 8 * kRowTiles + row];
+        if ((w & (unit - 1)) != side) state[w] = {-infinity(), 0.f};  // of another head
+        top = fmaxf(top, state[w].x);
       }
       const float shift = top == -infinity() ? 0.f : top;
-      for (int w = side; w < kDecodeWarps; w += unit) {
-        const float2 state = states_[w * 8 * kRowTiles + row];
-        if (state.y == 0.f) continue;  // a warp without tiles has no values either
-        const float factor = exp2_approx(state.x - shift);
+#pragma unroll
+      for (int w = 0; w < kDecodeWarps; ++w) {
+        if (state[w].y == 0.f) continue;  // a warp without tiles has no values either
+        const float factor = exp2_approx(state[w].x - shift);
         const float4 v = *reinterpret_cast<const float4 *>(
             values_ + (w * d.row_block + row) * stride + in_pass);
-        sum += factor * state.y;
+        sum += factor * state[w].y;
         acc[0] += factor * v.x, acc[1] += factor * v.y;
         acc[2] += factor * v.z, acc[3] += factor * v.w;
       }
       const int head = (piece.unit << d.unit_shift) + side;
-      const float norm =
-          sum == 0.f ? 0.f : value_scale(p, piece.request.index, head) / sum;
+      const float norm = __fdividef(value_scale(p, piece.request.index, head), sum);
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : acc[e] * norm;
       if (piece.whole()) {
@@ -301,7 +304,7 @@ class DecodeMerge {
       }
       if (!valid || column >= p.head_dim_v) continue;
 #pragma unroll
-      for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : acc[e] / sum;
+      for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : __fdividef(acc[e], sum);
       store_final(piece, side, row, column, acc, lse_of(shift, sum));
     }
   }
