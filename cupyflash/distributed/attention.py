@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -102,25 +101,30 @@ def context_parallel_attention(
     }  # fmt: skip
     if out is None:
         out = xp.empty((*q.shape[:2], v.shape[-1]), q.dtype)
-    # A finite LSE in padding rows lets them pass through the merge as they are.
-    lse = xp.zeros((heads, tokens), np.float32)
-    own_pass = partial(
-        flash_attn_varlen_func, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q,
-        q_v=q_v, causal=causal, s_aux=s_aux, out=out, lse=lse,
-        num_splits=1 if batch_invariant else 0, **shared,
-    )  # fmt: skip
+    lse = xp.empty((heads, tokens), np.float32)
+    ranks, kv_heads = group.size, key_cache.shape[2]
+    context_lse = xp.empty((ranks * heads, tokens), np.float32)
+
+    def new_tokens() -> None:
+        # Padding rows: a finite LSE here and none there let them pass through the merge.
+        lse.fill(0)
+        context_lse.fill(-np.inf)
+        flash_attn_varlen_func(
+            q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q, q_v=q_v,
+            causal=causal, s_aux=s_aux, out=out, lse=lse,
+            num_splits=1 if batch_invariant else 0, **shared,
+        )  # fmt: skip
+
     if max_context_len == 0:
-        own_pass()
+        new_tokens()
         return out, lse
-    # Small beside the context; it runs while queries travel.
-    wait = group.beside(own_pass)
-    kv_heads = key_cache.shape[2]
+    wait = group.beside(new_tokens)  # while queries travel
     asked, asked_v = (
-        x if x is None or group.size == 1 else gather_heads(group.all_gather(x), kv_heads)
+        x if x is None or ranks == 1 else gather_heads(group.all_gather(x), kv_heads)
         for x in (q, q_v)
     )
+    wait()
     context = xp.empty((*asked.shape[:2], out.shape[-1]), out.dtype)
-    context_lse = xp.full(asked.shape[1::-1], -np.inf, np.float32)
     flash_attn_varlen_func(
         asked, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_context_len,
         seqused_k=context_lens, q_v=asked_v, block_table=block_table, out=context, lse=context_lse,
@@ -128,6 +132,5 @@ def context_parallel_attention(
         scheduler_metadata=scheduler_metadata, num_splits=num_splits, **shared,
     )  # fmt: skip
     own, own_lse = combine_states(group, context, context_lse, kv_heads, combine)
-    wait()
     merge_attn_states(out, own, own_lse, out, lse, lse)
     return out, lse
