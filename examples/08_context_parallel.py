@@ -143,13 +143,13 @@ class Rank:
         self.lengths[:] = length
 
 
-def captured(xp: Any, call: Callable[[], Any]) -> Callable[[], float]:
+def captured(group: Any, xp: Any, call: Callable[[], Any]) -> Callable[[], float]:
     """Replays ``LAYERS`` calls in one graph: microseconds of one call."""
     stream, pool = xp.cuda.Stream(non_blocking=True), xp.cuda.MemoryPool()
     xp.cuda.Device().synchronize()
     with stream, xp.cuda.using_allocator(pool.malloc):
         call()
-        stream.synchronize()
+        group.synchronize()
         stream.begin_capture()
         try:
             kept = [call() for _ in range(LAYERS)]
@@ -162,7 +162,7 @@ def captured(xp: Any, call: Callable[[], Any]) -> Callable[[], float]:
             start.record()
             graph.launch(stream)
             stop.record()
-        stop.synchronize()
+            group.synchronize()
         return float(xp.cuda.get_elapsed_time(start, stop)) * 1e3 / LAYERS
 
     return replay
@@ -180,9 +180,9 @@ def bench(group: Any, xp: Any, say: Callable[[str], None]) -> None:
         rank.write(k, v, 1, context)
         rank.lengths += 1
         arguments = rank.attend_arguments(mine, k, v, 1, context)
-        together = captured(xp, lambda a=arguments: context_parallel_attention(**a)[0])
+        together = captured(group, xp, lambda a=arguments: context_parallel_attention(**a)[0])
         alone_arguments = rank.alone_arguments(q, 1)
-        alone = captured(xp, lambda a=alone_arguments: flash_attn_varlen_func(**a))
+        alone = captured(group, xp, lambda a=alone_arguments: flash_attn_varlen_func(**a))
         times: dict[str, list[float]] = {"one": [], "all": []}
         for _ in range(9):
             group.agree("a round", b"")  # all ranks start together
@@ -242,11 +242,11 @@ def main() -> None:
 
         local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
         cupy.cuda.Device(local).use()
-        run(NcclCommunicator.from_mpi(), options.bench)
+        run(NcclCommunicator.from_mpi(timeout=30.0), options.bench)
     elif under_mpi:
         run(MpiCommunicator(), options.bench)
     elif options.device == "gpu":
-        spawn(run, options.ranks, options.bench)
+        spawn(run, options.ranks, options.bench, timeout=30.0)
     else:
         from cupyflash.distributed.local import run_processes
 

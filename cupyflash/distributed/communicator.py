@@ -56,6 +56,15 @@ class Communicator(Protocol):
             Lets the current stream wait for the work; to be called before its results are read.
         """
 
+    def synchronize(self) -> None:
+        """Wait on the host for the current stream, at most the communicator's timeout.
+
+        Raises
+        ------
+        RankLostError
+            A collective of the stream waits for a rank that does not come.
+        """
+
     def agree(self, what: str, state: bytes) -> None:
         """Return if all ranks gave the same state.
 

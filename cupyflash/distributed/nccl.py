@@ -30,12 +30,15 @@ class NcclCommunicator:
     comm : cupy.cuda.nccl.NcclCommunicator
         As the host has it; see `create`, `from_mpi` and `spawn` for others.
     timeout : float
-        Seconds that `agree` waits for the other ranks.
+        Seconds to wait for the other ranks: here, where all of them meet once, in `agree` and in
+        `synchronize`. A host that waits for a stream by itself waits for lost ranks too.
 
     Raises
     ------
     ImportError
         CuPy finds no NCCL.
+    RankLostError
+        Not all ranks came.
     """
 
     def __init__(self, comm: Any, timeout: float = 60.0) -> None:
@@ -46,6 +49,7 @@ class NcclCommunicator:
         self._cp = cupy
         self._stream, self._side = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
         self._seen = cupy.zeros((self._size, 4), np.int64)
+        _within(timeout, self._meet)
 
     @classmethod
     def create(
@@ -125,6 +129,10 @@ class NcclCommunicator:
         )  # fmt: skip
         return found
 
+    def synchronize(self) -> None:
+        stream = self._cp.cuda.get_current_stream()
+        self._wait(stream.record(self._cp.cuda.Event(disable_timing=True)))
+
     def beside(self, work: Callable[[], Any]) -> Callable[[], None]:
         main = self._cp.cuda.get_current_stream()
         self._side.wait_event(main.record(self._cp.cuda.Event(disable_timing=True)))
@@ -155,6 +163,15 @@ class NcclCommunicator:
     def abort(self, reason: str = "") -> None:
         """Stop this rank's collectives; the others notice by their timeout."""
         self.comm.abort()
+
+    def _meet(self) -> None:
+        """Every collective once: in its first NCCL connects ranks, and the host waits for them."""
+        with self._stream:
+            rows = self._cp.zeros((self._size, 1), np.float32)
+            self.all_gather(rows[0])
+            self.all_to_all([rows])
+            self.reduce_scatter(rows)
+            self._stream.synchronize()
 
     def _wait(self, event: Any) -> None:
         end = time.monotonic() + self.timeout
@@ -195,7 +212,7 @@ def load_nccl() -> Any:
 
 
 def _within(timeout: float, join: Callable[[], Any]) -> Any:
-    """What ``join`` returns; joining blocks in NCCL, so it is waited for from outside."""
+    """What ``join`` returns; it blocks in NCCL, so it is waited for from outside."""
     import cupy
 
     device = cupy.cuda.Device().id
