@@ -12,7 +12,7 @@ CUDA   ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).
 HAVE_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-deep test-gpu lint format bench clean
+.PHONY: demo test test-deep test-gpu test-gpu-deep sanitize lint format bench clean
 
 demo: $(VENV)/.demo
 	$(PY) -m examples.serve_smollm2
@@ -25,6 +25,14 @@ test-deep: $(VENV)/.test
 
 test-gpu: $(VENV)/.test
 	$(PY) -m pytest -m gpu
+
+test-gpu-deep: $(VENV)/.test
+	CUPYFLASH_GPU_EXAMPLES=2400 $(PYTEST) -m gpu
+
+# Out-of-bounds and misaligned accesses, then races in shared memory, of the portable kernels.
+sanitize: $(VENV)/.test
+	PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/sanitized.py
+	PYTHONPATH=. compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) tests/sanitized.py
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check .

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 from emulator import emulated
@@ -19,6 +21,9 @@ ANY = cases(head_dim=HEAD_DIMS, head_dim_v=st.sampled_from([None, 64, 128]))
 OPTIONS = {"num_splits": st.sampled_from([0, 1, 2, 5]), "batch_invariant": st.booleans()}
 
 
+attend = partial(flash_attn_varlen_func, fa_version=2)
+
+
 def on_kernels(case):
     """float32 attention is NumPy's alone."""
     return case.replace(q_type="fp16", kv_type="fp16") if case.q_type == "fp32" else case
@@ -34,7 +39,7 @@ def bits(results):
 def test_any_case_in_any_order_of_warps(arch, case, order, num_splits, batch_invariant):
     with emulated(arch, seed=order):
         on_kernels(case).make().check(
-            flash_attn_varlen_func, num_splits=num_splits, batch_invariant=batch_invariant
+            attend, num_splits=num_splits, batch_invariant=batch_invariant
         )
 
 
@@ -42,7 +47,11 @@ TILES = {
     "decode": Case(lengths=((1, 200), (1, 0), (1, 63)), num_heads_kv=2, group_size=4, page_size=16),
     "rows of 64": Case(lengths=((20, 90), (3, 7)), num_heads_kv=1, group_size=2, causal=True),
     "rows of 128": Case(lengths=((150, 10),), num_heads_kv=4, causal=True),
-}
+    "mixed": Case(
+        lengths=((1, 300), (40, 30), (1, -1), (3, 200), (70, 0)), num_heads_kv=2, group_size=4,
+        page_size=16, causal=True, sink=True,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
@@ -51,7 +60,7 @@ TILES = {
 def test_every_tile(name, types, head_dim):
     case = TILES[name].replace(head_dim=head_dim, q_type=types[0], kv_type=types[1])
     with emulated("sm_80", num_sms=2):
-        case.make().check(flash_attn_varlen_func)
+        case.make().check(attend)
 
 
 @pytest.mark.parametrize("num_splits", [2, 3, 8])
@@ -62,7 +71,7 @@ def test_splits_that_some_rows_do_not_reach(num_splits, window):
         page_size=16, window_size=window, q_type="bf16", kv_type="bf16",
     )  # fmt: skip
     with emulated("sm_80"):
-        case.make().check(flash_attn_varlen_func, num_splits=num_splits)
+        case.make().check(attend, num_splits=num_splits)
 
 
 def test_bounds_that_are_too_large_change_nothing_but_the_split():
@@ -71,18 +80,18 @@ def test_bounds_that_are_too_large_change_nothing_but_the_split():
     inputs = case.make()
     inputs.args.update(max_seqlen_q=64, max_seqlen_k=100_000)
     with emulated("sm_80"):
-        inputs.check(flash_attn_varlen_func)
+        inputs.check(attend)
 
 
 def test_batch_invariant_bits_do_not_depend_on_bounds_or_splits():
     case = Case(lengths=((5, 300), (1, 90)), group_size=4, page_size=16, q_type="bf16",
                 kv_type="bf16", causal=True)  # fmt: skip
     with emulated("sm_80"):
-        right = case.make().call(flash_attn_varlen_func, batch_invariant=True)
+        right = case.make().call(attend, batch_invariant=True)
         for bound, splits in ((305, 8), (4096, 0), (4096, 1)):
             inputs = case.make()
             inputs.args.update(max_seqlen_k=bound, max_seqlen_q=bound)
-            found = inputs.call(flash_attn_varlen_func, batch_invariant=True, num_splits=splits)
+            found = inputs.call(attend, batch_invariant=True, num_splits=splits)
             assert bits(found) == bits(right)
 
 
@@ -93,7 +102,7 @@ def test_large_queries_over_an_8_bit_cache():
         inputs.args["q"].dtype
     )
     with emulated("sm_80"):
-        inputs.check(flash_attn_varlen_func)
+        inputs.check(attend)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30])
@@ -102,7 +111,7 @@ def test_scale_of_any_sign(scale, softcap):
     case = Case(lengths=((4, 90),), q_type="fp16", kv_type="fp16", softmax_scale=scale,
                 softcap=softcap, causal=True)  # fmt: skip
     with emulated("sm_80"):
-        case.make().check(flash_attn_varlen_func)
+        case.make().check(attend)
 
 
 H200 = DeviceInfo("H200", 0, (9, 0), 132, 227 << 10)
@@ -139,3 +148,14 @@ def test_shared_memory_fits_the_smallest_device(capability):
         for tokens in (1, 8, 4096):
             plan = plan_of(headdim=head_dim, headdim_v=head_dim_v, max_seqlen_q=tokens, info=info)
             assert plan.forward.smem_bytes <= info.smem_optin - 256
+
+
+@pytest.mark.parametrize("types", [("fp16", "fp16"), ("bf16", "e4m3")])
+def test_warps_without_keys_do_not_outweigh_one_with_low_scores(types):
+    """Decoding one key whose score is far below 0: three of the four warps have none."""
+    case = Case(lengths=((1, 0),), head_dim=32, q_type=types[0], kv_type=types[1])
+    inputs = case.make()
+    inputs.args["q"][...] = np.full(inputs.args["q"].shape, -60, inputs.args["q"].dtype)
+    inputs.args["k"][...] = np.full(1, 60, np.float32).astype(inputs.args["k"].dtype)
+    with emulated("sm_80"):
+        inputs.check(attend)

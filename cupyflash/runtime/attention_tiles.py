@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .attention_params import ATTENTION_PARAMS
+from .compile import native_arch
 from .device import DeviceInfo
 from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
 from .problem import AttentionProblem
@@ -104,29 +105,41 @@ class Tile:
         )
 
 
-def _shapes(cache: ScalarType, head_dim: int, roomy: bool) -> dict[str, tuple[int, ...]]:
-    """The shape of each kind of tile: the fields of `Tile` from ``row_tiles`` on.
+def _step(arch: str, cache: ScalarType, head_dim: int, modified: bool) -> int:
+    """Keys at a time, as far as registers reach: those of 9.0 hold one step more."""
+    if head_dim == 128 and (cache.is_fp8 or modified or arch != "sm_90"):
+        return 32
+    return 64
+
+
+def _tiles(
+    arch: str,
+    roomy: bool,
+    compute: ScalarType,
+    cache: ScalarType,
+    bucket: tuple[int, int],
+    modified: bool,
+) -> dict[str, Tile]:
+    """The tiles of a head bucket by kind; ``modified`` if scores are.
 
     Narrow and wide tiles take the same keys at a time, so a row has the same bits in either.
     """
+
+    def tile(*shape: int) -> Tile:
+        return Tile(compute, cache, *bucket, *shape)
+
+    head_dim, step = bucket[0], _step(arch, cache, bucket[0], modified)
     if head_dim > 128:
-        return {"narrow": (1, 1, 4, 64, 64, 1, 2, 0) if roomy else (1, 1, 4, 32, 32, 2, 2, 0)}
-    decode = (1, 4, 4, 64, 16, *((3, 4, 0) if cache.is_fp8 else (2, 3, 128)))
-    step = 64 if head_dim <= 96 else 32
-    keys = 128 if head_dim <= 64 and roomy else 64
+        return {
+            "narrow": tile(1, 1, 4, 64, 64, 1, 2, 0) if roomy else tile(1, 1, 4, 32, 32, 2, 2, 0)
+        }
+    small = head_dim <= 64 and roomy
+    keys = 128 if small else 64
+    decode = (3, 4, 0) if cache.is_fp8 else (4 if small else 2, 3, 128)
     return {
-        "decode": decode,
-        "narrow": (1, 1, 4, 64, step, 2, 2, 160),
-        "wide": (2, 1, 4, keys, step, 2, 2, 160 if head_dim <= 64 else 128),
-    }
-
-
-def _bucket_tiles(
-    compute: ScalarType, cache: ScalarType, bucket: tuple[int, int], roomy: bool
-) -> dict[str, Tile]:
-    return {
-        kind: Tile(compute, cache, *bucket, *shape)
-        for kind, shape in _shapes(cache, bucket[0], roomy).items()
+        "decode": tile(1, 4, 4, 64, 16, *decode),
+        "narrow": tile(1, 1, 4, 64, step, 2, 2, 160),
+        "wide": tile(2, 1, 4, keys, step, 2, 2, 160 if head_dim <= 64 else 128),
     }
 
 
@@ -140,7 +153,8 @@ def tiles_of(problem: AttentionProblem, info: DeviceInfo) -> dict[str, Tile]:
     bucket = next(b for b in _BUCKETS if problem.head_dim <= b[0] and problem.head_dim_v <= b[1])
     room = info.smem_optin - _STATIC_BYTES
     compute = FP16 if cache.is_fp8 else cache
-    tiles = _bucket_tiles(compute, cache, bucket, info.smem_optin >= _ROOMY)
+    arch, roomy = native_arch(info.capability), info.smem_optin >= _ROOMY
+    tiles = _tiles(arch, roomy, compute, cache, bucket, score_mod(problem))
     return {kind: tile for kind, tile in tiles.items() if tile.smem_bytes <= room}
 
 
@@ -165,6 +179,6 @@ def attention_variants(arch: str) -> Iterator[Variant]:
     for compute, cache in _CACHES:
         for bucket in _BUCKETS:
             for modified in (False, True):
-                for tile in _bucket_tiles(compute, cache, bucket, roomy).values():
+                for tile in _tiles(arch, roomy, compute, cache, bucket, modified).values():
                     yield tile.variant(arch, modified)
     yield combine_variant(arch)

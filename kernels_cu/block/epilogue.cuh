@@ -88,13 +88,29 @@ __device__ __forceinline__ void store_row(const AttentionParams &p, const Segmen
     lse = state.lse();
   }
   if (with_lse) store_lse(p, token, head, lse);
-  char *to = p.out + token * p.out_token_stride + head * p.out_head_stride;
+  char *const to = p.out + token * p.out_token_stride + head * p.out_head_stride;
+  const float norm = result.norm * weight;
+  const bool fp16 = p.out_type == kFp16;
+  u32 pair[kPairs];
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) {
-    const int column = first_column + column_of(n);
-    if (column < p.head_dim_v) {
-      store_pair(p, to + column * 2, value[n][0] * result.norm * weight,
-                 value[n][1] * result.norm * weight);
+    const float a = value[n][0] * norm, b = value[n][1] * norm;
+    pair[n] = fp16 ? pack_fp16(a, b) : pack_bf16(a, b);
+  }
+  if (p.out_vectorised) {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int column = first_column + column_of(n);
+      if (column < p.head_dim_v) *reinterpret_cast<u32 *>(to + column * 2) = pair[n];
+    }
+  } else {
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int column = first_column + column_of(n);
+      if (column < p.head_dim_v) {
+        reinterpret_cast<u16 *>(to)[column] = static_cast<u16>(pair[n]);
+        reinterpret_cast<u16 *>(to)[column + 1] = static_cast<u16>(pair[n] >> 16);
+      }
     }
   }
 }

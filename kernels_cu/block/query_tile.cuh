@@ -146,7 +146,7 @@ __device__ __forceinline__ void copy_queries(const AttentionParams &p, const Seg
                                              RowInfo *info, Copy copy) {
   constexpr int kChunks = kDim / 8, kLanes = kQueryLanes<kDim>;
   const int chunk = threadIdx.x % kLanes;
-#pragma unroll 2
+#pragma unroll 4
   for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
     const QueryRow query(p, s, row);
     const bool read = query.inside && chunk * 8 < p.head_dim;

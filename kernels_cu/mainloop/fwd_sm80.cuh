@@ -216,27 +216,31 @@ struct Forward {
   }
 
   // The weights of keys from `first` on. Rarely a second pass: where a row outgrows its shift.
-  __device__ __forceinline__ void weigh(int first, u32 keys, const Rows<V::kWiden> &rows,
-                                        State &state, Scores &scores) const {
+  __device__ __forceinline__ void weigh(int first, u32 keys, State &state, Scores &scores) const {
     const auto exp2 = [](float x) { return exp2_approx(x); };
-    const int column = first + lane % 4 * 2;
     const bool edge = is_edge(first);
     bool shifts = __any_sync(0xffffffffu, state.softmax.fresh & Softmax<kRowTiles>::kNoKeyYet);
     u32 outgrown = 0;
 #pragma unroll 1
     for (;;) {
       score(keys, state.queries, scores);
+      const u32 lane = new_lane();
+      const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4, s.scale};
+      const int column = first + lane % 4 * 2;
       if constexpr (V::kScoreMod) modify(rows, column, scores);
       if (edge) mask_scores(p, rows, s.kv_end, column, scores);
       if (shifts) {
         float rescale[kRowTiles][2];
         shift_rows<V::kScoreMod>(rows, scores, state.softmax, outgrown, rescale, exp2);
+        const bool outgrown_any = __any_sync(0xffffffffu, outgrown != 0);
+        if (outgrown_any) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
+          for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-          for (int n = 0; n < kOutTiles; ++n) {
+            for (int n = 0; n < kOutTiles; ++n) {
 #pragma unroll
-            for (int e = 0; e < 4; ++e) state.acc[i][n][e] *= rescale[i][e / 2];
+              for (int e = 0; e < 4; ++e) state.acc[i][n][e] *= rescale[i][e / 2];
+            }
           }
         }
       }
@@ -249,18 +253,17 @@ struct Forward {
   }
 
   __device__ __forceinline__ void run() {
-    const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4, s.scale};
     State state;
     start(state);
     if (s.kv_begin < s.kv_end) {
       copy.start(key_tile(0), kStages * (kKeyBytes + kValueBytes));
       if constexpr (kStages == 1) {
-        run_alternating(rows, state);
+        run_alternating(state);
       } else {
-        run_staged(rows, state);
+        run_staged(state);
       }
     }
-    finish(rows, state.softmax, state.acc);
+    finish(state.softmax, state.acc);
   }
 
   // Rows past the last are all zero: they need no look at a maximum.
@@ -304,7 +307,7 @@ struct Forward {
 
   // A ring of tiles. The barrier of a tile says that it is there, and that all are done with the one
   // before, whose place the next copy takes.
-  __device__ __forceinline__ void run_staged(const Rows<V::kWiden> &rows, State &state) const {
+  __device__ __forceinline__ void run_staged(State &state) const {
     constexpr int kAhead = kStages - 1;
     constexpr bool kPowerOfTwo = (kStages & kAhead) == 0;  // the place follows from the tile
     const u32 begin = static_cast<u32>(s.kv_begin) / kKeys;
@@ -313,7 +316,7 @@ struct Forward {
     for (int i = 0; i < kStages; ++i) at[i] = copy.find(begin + i);
 #pragma unroll
     for (int i = 0; i < KeyCopy<V>::kEarly; ++i) copy.ask(begin + kStages + i);
-    start_queries();
+    if constexpr (kStages > 2) start_queries();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       copy.write_list(begin + i, at[i]);
@@ -321,6 +324,7 @@ struct Forward {
       issue(begin + i, kPowerOfTwo ? (begin + i) & kAhead : i);
     }
     copy.write_list(begin + kAhead, at[kAhead]);
+    if constexpr (kStages == 2) start_queries();  // the first wait is for all
     u32 stage = 0, free = kAhead;
     for (u32 tile = begin; has(tile); ++tile) {
       if constexpr (kPowerOfTwo) stage = tile & kAhead, free = (tile + kAhead) & kAhead;
@@ -334,7 +338,7 @@ struct Forward {
 #pragma unroll 1
         for (int key = 0; key < kWarpKeys; key += kStepKeys) {
           Scores scores;
-          weigh(tile * kKeys + first_key + key, key_tile(stage) + key * kD * kItem, rows, state,
+          weigh(tile * kKeys + first_key + key, key_tile(stage) + key * kD * kItem, state,
                 scores);
           accumulate(value_tile(stage) + key * kDv * kItem, scores, state.acc);
         }
@@ -356,15 +360,14 @@ struct Forward {
   }
 
   // One place for keys and one for values: either is filled while the other is worked on.
-  __device__ __forceinline__ void run_alternating(const Rows<V::kWiden> &rows,
-                                                  State &state) const {
+  __device__ __forceinline__ void run_alternating(State &state) const {
     const u32 begin = static_cast<u32>(s.kv_begin) / kKeys;
     copy.write_list(begin, copy.find(begin));
     copy.ask(begin + 1);
-    start_queries();
     __syncthreads();
     copy.keys(begin, key_tile(0));
     cp_async_commit();
+    start_queries();
     for (u32 tile = begin; has(tile); ++tile) {
       cp_async_wait<0>();
       __syncthreads();
@@ -374,7 +377,7 @@ struct Forward {
       copy.values(tile, value_tile(0));
       cp_async_commit();
       Scores scores;
-      if (!is_idle()) weigh(tile * kKeys + first_key, key_tile(0), rows, state, scores);
+      if (!is_idle()) weigh(tile * kKeys + first_key, key_tile(0), state, scores);
       cp_async_wait<0>();
       __syncthreads();
       if (has(tile + 1)) copy.keys(tile + 1, key_tile(0));
@@ -383,7 +386,7 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ void finish(const Rows<V::kWiden> &rows, Softmax<kRowTiles> &state,
+  __device__ __forceinline__ void finish(Softmax<kRowTiles> &state,
                                          Accumulator &acc) const {
     const float v_scale = value_scale(p, s.request.index, s.kv_head);
 #pragma unroll
@@ -401,7 +404,12 @@ struct Forward {
         }
       }
     } else {
-      merge_warps(state.shift[0], state.sum[0], acc[0], v_scale);
+      float shift[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        shift[h] = state.fresh >> h & 1 ? -infinity() : state.shift[0][h];
+      }
+      merge_warps(shift, state.sum[0], acc[0], v_scale);
     }
   }
 

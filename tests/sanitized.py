@@ -1,0 +1,43 @@
+"""A few calls of every portable kernel, for compute-sanitizer: `make sanitize`.
+
+Each is also held to the oracle, so that a tool that changes timing shows a race twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from functools import partial
+
+import cupy
+
+import cupyflash
+from cupyflash.testing import Case
+
+TYPES = (("fp16", "fp16"), ("bf16", "bf16"), ("bf16", "e4m3"))
+HEAD_DIMS = (64, 128, 256)
+DECODE = Case(
+    lengths=((1, 300), (1, 0), (1, -1)), num_heads_kv=2, group_size=4, page_size=16, sink=True,
+)  # fmt: skip
+MIXED = Case(
+    lengths=((1, 200), (70, 30), (3, 61)), num_heads_kv=1, group_size=2, page_size=16, causal=True,
+)  # fmt: skip
+PREFILL = Case(lengths=((140, 0), (33, 7)), causal=True, softcap=8.0, alibi="head", layout="odd")
+
+
+def main() -> None:
+    """Twenty-nine calls: nine types and sizes of three batches, and two of split keys."""
+    attend = partial(cupyflash.flash_attn_varlen_func, fa_version=2)
+    count = 0
+    for case, types, head_dim in itertools.product((DECODE, MIXED, PREFILL), TYPES, HEAD_DIMS):
+        case.replace(q_type=types[0], kv_type=types[1], head_dim=head_dim).make(cupy).check(attend)
+        count += 1
+    for types in TYPES[1:]:
+        inputs = DECODE.replace(q_type=types[0], kv_type=types[1], head_dim=128).make(cupy)
+        inputs.check(attend, num_splits=3)
+        count += 1
+    sys.stdout.write(f"{count} calls are right\n")
+
+
+if __name__ == "__main__":
+    main()
