@@ -59,11 +59,9 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         super().__init__(kv_cache_spec, layer_names, config)
         self.group = LayerGroup.of([config.layers[name] for name in self.layer_names], config)
         self.aot_schedule = self.group.one_schedule and not config.batch_invariant
-        self._ranks = config.dcp_world_size if self.group.sharded else 1
-        self._sharding = Sharding(
-            self._ranks, config.cp_kv_cache_interleave_size if self._ranks > 1 else 1,
-            kv_cache_spec.block_size,
-        )  # fmt: skip
+        ranks, every = config.dcp_world_size, config.cp_kv_cache_interleave_size
+        self._ranks, every = (ranks, every) if self.group.sharded else (1, 1)
+        self._sharding = Sharding(self._ranks, every, kv_cache_spec.block_size)
         self._buffers = GraphBuffers(max(config.max_num_seqs, config.max_cudagraph_capture_size))
 
     def build(
