@@ -130,8 +130,9 @@ class Rank:
     def fill(self, length: int) -> None:
         """Contexts of ``length`` tokens, the shares of all ranks together the whole."""
         cache, size = self.whole[0], self.group.size
-        noise = self.normal(1 << 16, DIM).view(np.uint16)
-        flat = cache.view(np.uint16).reshape(-1, DIM)
+        bits = np.dtype(f"u{cache.itemsize}")
+        noise = self.normal(1 << 16, DIM).view(bits)
+        flat = cache.view(bits).reshape(-1, DIM)
         for start in range(0, len(flat), len(noise)):
             rows = flat[start : start + len(noise)]
             rows[...] = noise[: len(rows)]
