@@ -51,29 +51,29 @@ extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
   if (!totals.alike || !totals.first_tiles) merge.write_empty(prefix, cta);
   if (at >= end) return;
 
+  // The queries of a piece are asked for before the piece before it is concluded.
   int request = spans.find(at);
+  Piece piece, next;
+  DecodeRows<DecodeVariant> rows;
+  DecodeState<DecodeVariant> state;
+  bool open = false, any = false;
 #pragma unroll 1
-  while (at < end) {
-    const RequestWork w = request_work(p, d, request);
-    const int segment = (at - prefix[request]) / w.tiles;
-    Piece piece;
-    piece.request = w.request;
-    piece.unit = w.row_blocks == 1 ? segment : segment / w.row_blocks;
-    piece.row_begin = (segment - piece.unit * w.row_blocks) * d.row_block;
-    piece.row_end = min(w.request.q_len * p.group, piece.row_begin + d.row_block);
-    piece.first = prefix[request] + segment * w.tiles;
-    piece.last = piece.first + w.tiles;
-    piece.begin = at;
-    piece.end = min(piece.last, end);
-    DecodeRows<DecodeVariant> rows;
-    rows.load(p, d, w.request, (piece.unit << d.unit_shift) + loop.side_head, piece.row_begin,
-              piece.row_end);
-    DecodeState<DecodeVariant> state;
+  while (true) {
+    const bool more = at < end;
+    if (more) {
+      if (prefix[request + 1] <= at) request = spans.find(at);
+      next.begin(p, d, request_work(p, d, request), prefix[request], at, end);
+      rows.fetch(p, d, next.request, (next.unit << d.unit_shift) + loop.side_head, next.row_begin,
+                 next.row_end);
+    }
+    if (open) merge.finish(spans, piece, cta, any, state);
+    if (!more) return;
+    piece = next;
+    rows.prepare(p, d, piece.request, (piece.unit << d.unit_shift) + loop.side_head,
+                 piece.row_begin, piece.row_end);
     state.clear();
-    const bool any =
-        loop.run(piece.first, piece.end, w.first_tile * Loop::kKeys, rows, state);
-    merge.finish(spans, piece, cta, any, state);
+    any = loop.run(piece.first, piece.end, piece.first_key, rows, state);
     at = piece.end;
-    if (at < end && prefix[request + 1] <= at) request = spans.find(at);
+    open = true;
   }
 }

@@ -159,13 +159,16 @@ def make_decode_plan(
     spans = min(most, max(0, workspace_limit - prefix_bytes) // (slot_bytes + 4))
     if spans < min(segments, most) or spans < 2:
         pieces, spans = 1, most
-    columns = _columns(tile.head_dim, unit * row_block)
-    rest = _rest_bytes(tile, row_block, columns, 0 if table else problem.batch + 1)
     room = (info.smem_optin + _RESERVED) // blocks - _RESERVED
     per_stage = _WARPS * (tile.stage_bytes + 8)
-    stages = max(
-        1, min((room - rest) // per_stage, _IN_FLIGHT // (blocks * _WARPS * tile.stage_bytes))
-    )
+    columns, prefix_words = min(tile.head_dim, 128), 0 if table else problem.batch + 1
+    rest = _rest_bytes(tile, row_block, columns, prefix_words)
+    # Two stages and all columns merged at a time are quicker than three stages.
+    while columns > 16 and rest + 2 * per_stage > room:
+        columns //= 2
+        rest = _rest_bytes(tile, row_block, columns, prefix_words)
+    wanted = _IN_FLIGHT // (blocks * _WARPS * tile.stage_bytes)
+    stages = max(1, min((room - rest) // per_stage, wanted))
     box_rows = gcd(problem.page_size, 16) if problem.page_size else 16
     k_panels, v_panels, whole = _panels(problem, tile, box_rows)
     tile_bytes = tile.keys * unit * problem.kv_type.itemsize
@@ -222,14 +225,6 @@ def _page_shift(page_size: int) -> int:
 
 def _round16(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
-
-
-def _columns(head_dim: int, rows: int) -> int:
-    """Output columns that the warps of a block merge at a time: four a thread."""
-    columns = 16
-    while columns < min(head_dim, 128) and 2 * columns * rows <= 4 * _THREADS:
-        columns *= 2
-    return columns
 
 
 def _rest_bytes(tile: DecodeTile, row_block: int, columns: int, prefix_words: int) -> int:

@@ -96,22 +96,11 @@ struct DecodeRows {
     return n * 16 + (kWiden ? 4 * q + 2 * half : 2 * q + 8 * half);
   }
 
-  __device__ __forceinline__ void load(const AttentionParams &p, const DecodeParams &d,
-                                       const Request &request, int kv_head, int row_begin,
-                                       int row_end) {
+  // Asks for the queries of rows row_begin..row_end - 1, and uses none of them yet.
+  __device__ __forceinline__ void fetch(const AttentionParams &p, const DecodeParams &d,
+                                        const Request &request, int kv_head, int row_begin,
+                                        int row_end) {
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const int shift = request.kv_len - request.q_len;
-    const KeyRange seen = visible_keys(p, request, 0, request.q_len - 1);
-    kv_begin = seen.begin, kv_end = seen.end;
-    const int first = token_of(d, row_begin) + shift, last = token_of(d, row_end - 1) + shift;
-    free_begin = p.window_left < 0 ? kv_begin : max(kv_begin, last - p.window_left);
-    free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);
-    const float signed_scale = score_scale(p, request.index, kv_head);
-    const u32 flip = signed_scale < 0.f ? 0x80008000u : 0u;
-    modified = p.softcap > 0.f || p.alibi_slopes;
-    // Never 0, as it meets -inf. Scores are below 1e14, so 1e-30 is 0 all the same.
-    const float common = fmaxf(fabsf(signed_scale), 1e-30f) * (modified ? 1.f : kLog2e);
-    scales[0][0] = common;
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
       const int row = row_begin + 8 * j + g, token = token_of(d, row);
@@ -126,9 +115,32 @@ struct DecodeRows {
           query[j][n][half] = inside && at < p.head_dim ? load_pair(p, from, at) : 0u;
         }
       }
-      const int exponent = kWiden && p.q_type == kBf16 ? narrow(query[j]) : 0;
+    }
+  }
+
+  // Makes what was asked for ready, and all else that scores need.
+  __device__ __forceinline__ void prepare(const AttentionParams &p, const DecodeParams &d,
+                                          const Request &request, int kv_head, int row_begin,
+                                          int row_end) {
+    const int lane = threadIdx.x % 32, q = lane % 4;
+    const int shift = request.kv_len - request.q_len;
+    const KeyRange seen = visible_keys(p, request, 0, request.q_len - 1);
+    kv_begin = seen.begin, kv_end = seen.end;
+    const int first = token_of(d, row_begin) + shift, last = token_of(d, row_end - 1) + shift;
+    free_begin = p.window_left < 0 ? kv_begin : max(kv_begin, last - p.window_left);
+    free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);
+    const float signed_scale = score_scale(p, request.index, kv_head);
+    modified = p.softcap > 0.f || p.alibi_slopes;
+    // Never 0, as it meets -inf. Scores are below 1e14, so 1e-30 is 0 all the same.
+    const float common = fmaxf(fabsf(signed_scale), 1e-30f) * (modified ? 1.f : kLog2e);
+    scales[0][0] = common;
 #pragma unroll
-      for (int n = 0; n < kSteps; ++n) query[j][n][0] ^= flip, query[j][n][1] ^= flip;
+    for (int j = 0; j < kRowTiles; ++j) {
+      const int exponent = kWiden ? widen(p, query[j]) : 0;
+      if (signed_scale < 0.f) {
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) query[j][n][0] ^= 0x80008000u, query[j][n][1] ^= 0x80008000u;
+      }
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         const int scored = min(row_begin + 8 * j + 2 * q + x, row_end - 1);
@@ -149,18 +161,27 @@ struct DecodeRows {
     }
   }
 
-  // Two elements of a query in the type of the products; bf16 as it is where that is another.
+  // Two elements of a query, as they are.
   __device__ __forceinline__ static u32 load_pair(const AttentionParams &p, const char *row,
                                                   int column) {
-    if (kWiden && p.q_type >= kE4m3) {
-      const u32 pair = *reinterpret_cast<const u16 *>(row + column);
-      return p.q_type == kE4m3 ? fp8_to_fp16<kE4m3>(pair) : fp8_to_fp16<kE5m2>(pair);
-    }
+    if (kWiden && p.q_type >= kE4m3) return *reinterpret_cast<const u16 *>(row + column);
     return *reinterpret_cast<const u32 *>(row + column * 2);
   }
 
-  // bf16 to fp16, over a power of two: its exponent.
-  __device__ __forceinline__ static int narrow(u32 (&row)[kSteps][2]) {
+  // A row to fp16. bf16 is divided by a power of two, whose exponent is returned.
+  __device__ __forceinline__ static int widen(const AttentionParams &p, u32 (&row)[kSteps][2]) {
+    if (p.q_type == kFp16) return 0;
+    if (p.q_type >= kE4m3) {
+#pragma unroll
+      for (int n = 0; n < kSteps; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          row[n][half] = p.q_type == kE4m3 ? fp8_to_fp16<kE4m3>(row[n][half])
+                                           : fp8_to_fp16<kE5m2>(row[n][half]);
+        }
+      }
+      return 0;
+    }
     float largest = 0.f;
 #pragma unroll
     for (int n = 0; n < kSteps; ++n) {

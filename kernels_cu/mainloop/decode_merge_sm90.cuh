@@ -17,9 +17,25 @@ struct Piece {
   int unit;
   int row_begin, row_end;
   int first, last;  // of the segment
-  int begin, end;   // of the piece
+  int start, end;   // of the piece
+  int first_key;    // of the segment
 
-  __device__ __forceinline__ bool whole() const { return begin == first && end == last; }
+  // From tile `at` on, of a span up to tile `span_end`, where tile `line` is the request's first.
+  __device__ __forceinline__ void begin(const AttentionParams &p, const DecodeParams &d,
+                                        const RequestWork &w, int line, int at, int span_end) {
+    const int segment = (at - line) / w.tiles;
+    request = w.request;
+    unit = w.row_blocks == 1 ? segment : segment / w.row_blocks;
+    row_begin = (segment - unit * w.row_blocks) * d.row_block;
+    row_end = min(w.request.q_len * p.group, row_begin + d.row_block);
+    first = line + segment * w.tiles;
+    last = first + w.tiles;
+    start = at;
+    end = min(last, span_end);
+    first_key = w.first_tile << d.tile_shift;
+  }
+
+  __device__ __forceinline__ bool whole() const { return start == first && end == last; }
 };
 
 template <class V>
@@ -76,7 +92,7 @@ class DecodeMerge {
         if (g == 0) states_[warp * 8 * kRowTiles + 8 * j + 2 * q + x] = {state.top[j][x], sum};
       }
     }
-    const int slot = 2 * cta + (piece.begin == piece.first ? 1 : 0);
+    const int slot = 2 * cta + (piece.start == piece.first ? 1 : 0);
 #pragma unroll 1
     for (int column = 0; column < p.head_dim_v; column += 1 << d.column_shift) {
       if (any) put_columns(state, piece.row_end - piece.row_begin, column);
