@@ -36,8 +36,9 @@ def collectives(group):
     return rank, size
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("run", RUNNERS)
+@pytest.mark.parametrize(
+    ("run", "size"), [*((run_threads, size) for size in SIZES), (run_processes, 3)]
+)
 def test_collectives(run, size):
     assert run(collectives, size, timeout=TIMEOUT) == [(rank, size) for rank in range(size)]
 
@@ -71,9 +72,12 @@ def another_collective(group):
     return group.reduce_scatter(send) if group.rank else group.all_to_all([send])
 
 
-@pytest.mark.parametrize("run", RUNNERS)
+DIFFERENT = (another_state, another_dtype, another_batch, another_collective)
+
+
 @pytest.mark.parametrize(
-    "function", [another_state, another_dtype, another_batch, another_collective]
+    ("run", "function"),
+    [*((run_threads, function) for function in DIFFERENT), (run_processes, another_dtype)],
 )
 def test_ranks_that_disagree_all_fail(run, function):
     start = time.monotonic()
