@@ -8,6 +8,8 @@ from . import cpu
 from .runtime import env
 from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
+from .runtime.gpu_key import gpu_key
+from .runtime.merge_launch import merge_known, merge_states
 from .runtime.nvtx import call_range
 from .runtime.rules.merge import MERGE_ARRAYS, check_merge
 from .runtime.rules.numbers import non_negative
@@ -70,16 +72,18 @@ def merge_attn_states(
     >>> one[0, 0, 0]
     np.float32(0.8)
     """
+    given = (
+        output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, s_aux,
+    )  # fmt: skip
+    seen, context = None, prefill_tokens_with_context
+    if output is not None and not env.debug():
+        seen = gpu_key(given, (output_scale,), None)
+        usual = context is None or (type(context) is int and context >= 0)
+        if usual and seen is not None and merge_known(seen, given, context, output_scale, stream):
+            return
     scale = scale_argument("output_scale", output_scale, stream)
     number, on_array = (scale, None) if isinstance(scale, float) else (None, scale)
-    arrays, on_host = place(
-        MERGE_ARRAYS,
-        (
-            output, prefix_output, prefix_lse, suffix_output, suffix_lse, output_lse, s_aux,
-            on_array,
-        ),
-        stream,
-    )  # fmt: skip
+    arrays, on_host = place(MERGE_ARRAYS, (*given, on_array), stream)
     shapes = specs(arrays)
     out_type = check_merge(shapes, number)
     tokens = arrays[0].shape[0]
@@ -94,11 +98,9 @@ def merge_attn_states(
         scale = number if on_array is None else on_array
         cpu.merge_states(*states, with_prefix, scale, sinks)  # type: ignore[call-arg]
         return
-    from .runtime.merge_launch import merge_states
-
-    given = (tuple(arrays), shapes, with_prefix, number, out_type, stream)
+    asked = (tuple(arrays), shapes, with_prefix, number, out_type, stream, seen)
     if env.debug():
         with call_range(f"merge_attn_states, {tokens} tokens"):
-            merge_states(*given)
+            merge_states(*asked)
     else:
-        merge_states(*given)
+        merge_states(*asked)

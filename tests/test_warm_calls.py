@@ -11,11 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyflash import flash_attn_varlen_func, reshape_and_cache_flash
-from cupyflash.runtime import attention_launch, call, write_launch
+from cupyflash import flash_attn_varlen_func, merge_attn_states, reshape_and_cache_flash
+from cupyflash.runtime import attention_launch, call, merge_launch, write_launch
 from cupyflash.runtime.attention_params import ATTENTION_PARAMS
 from cupyflash.runtime.cupy_device import CuPyDevice, LoadedKernel
 from cupyflash.runtime.device import DeviceInfo, use_device
+from cupyflash.runtime.gpu_key import Known
+from cupyflash.runtime.merge_plan import MERGE_PARAMS
 from cupyflash.runtime.params import KernelArgs
 from cupyflash.runtime.plan import Plan
 from cupyflash.runtime.variant import Variant
@@ -70,7 +72,8 @@ class StandIn:
 @pytest.fixture
 def device(monkeypatch):
     monkeypatch.setattr(call, "_layouts", {})
-    monkeypatch.setattr(write_launch, "_known", {})
+    monkeypatch.setattr(write_launch, "_known", Known())
+    monkeypatch.setattr(merge_launch, "_known", Known())
     with use_device(StandIn()) as found:
         yield found
 
@@ -220,6 +223,47 @@ def test_a_wrong_scale_is_refused_after_right_ones(device, scale):
     reshape_and_cache_flash(*write())
     with pytest.raises((TypeError, ValueError), match="k_scale"):
         reshape_and_cache_flash(*write(k_scale=scale))
+    assert len(device.launches) == 1
+
+
+def states(ptr=1 << 20, kind=np.float16):
+    out, lse = (5, 2, 64), (2, 5)
+    return [
+        Array(out, kind, ptr), Array(out, np.float16, ptr + (1 << 14)),
+        Array(lse, np.float32, ptr + (1 << 15)), Array(out, np.float16, ptr + (1 << 16)),
+        Array(lse, np.float32, ptr + (1 << 17)),
+    ]  # fmt: skip
+
+
+def test_merges_are_validated_once(device, monkeypatch):
+    scaled = {"output_scale": 0.5}
+    merge_attn_states(*states())
+    merge_attn_states(*states(kind=np.uint8), **scaled)
+    monkeypatch.setattr("cupyflash.merge.check_merge", None)
+    for context, expected in ((None, 5), (0, 0), (3, 3), (9, 5)):
+        merge_attn_states(*states(1 << 24), prefill_tokens_with_context=context)
+        found = sent(device, MERGE_PARAMS)
+        assert (found["out"], found["prefix_tokens"]) == (1 << 24, expected)
+    merge_attn_states(*states(kind=np.uint8), **scaled)
+    assert sent(device, MERGE_PARAMS)["out_scale_value"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"prefill_tokens_with_context": -1}, "prefill_tokens_with_context=-1"),
+        ({"prefill_tokens_with_context": True}, "prefill_tokens_with_context is bool"),
+        ({"output_scale": 0.5}, "output_scale"),
+        ({"prefix_output": Array((5, 2, 64), np.float16, (1 << 20) + 64)}, "output overlaps"),
+        ({"prefix_lse": Array((5, 2), np.float32)}, "prefix_lse"),
+    ],
+)
+def test_a_wrong_merge_is_refused_after_right_ones(device, change, error):
+    names = ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse")
+    right = dict(zip(names, states(), strict=True))
+    merge_attn_states(**right)
+    with pytest.raises((TypeError, ValueError), match=error):
+        merge_attn_states(**{**right, **change})
     assert len(device.launches) == 1
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-__all__ = ["gpu_key"]
+from .device import Device
+
+__all__ = ["Known", "gpu_key"]
+
+T = TypeVar("T")
 
 _seen = attrgetter("__class__", "data.device_id", "shape", "dtype", "strides")
 
@@ -31,3 +35,19 @@ def gpu_key(arrays: Sequence[Any], scales: tuple[Any, ...], options: Any) -> Any
     except (AttributeError, ValueError):
         return None
     return seen, scales, options
+
+
+class Known(Generic[T]):
+    """What was made for calls, by their `gpu_key` and device; starts anew when it is full."""
+
+    def __init__(self, most: int = 1024) -> None:
+        self._most = most
+        self._found: dict[Any, T] = {}
+
+    def get(self, key: Any, device: Device) -> T | None:
+        return self._found.get((key, device.info))
+
+    def keep(self, key: Any, device: Device, found: T) -> None:
+        if len(self._found) >= self._most:
+            self._found.clear()
+        self._found[key, device.info] = found

@@ -6,13 +6,14 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .compile import native_arch
-from .device import device_for
+from .device import Device, device_for
 from .dtypes import ScalarType, scalar_type
+from .gpu_key import Known
 from .merge_plan import MERGE_PARAMS, make_merge_plan
 from .overlap import Footprint, check_in_place, footprint
 from .row_kernel import RowShape
 
-__all__ = ["merge_states"]
+__all__ = ["merge_known", "merge_states"]
 
 _NAMES = ("output", "prefix_output", "prefix_lse", "suffix_output", "suffix_lse", "output_lse")
 _OUT, _PREFIX, _PREFIX_LSE, _SUFFIX, _SUFFIX_LSE, _OUT_LSE = range(6)
@@ -20,8 +21,43 @@ _IN_PLACE = ((_OUT, _PREFIX), (_OUT, _SUFFIX), (_OUT_LSE, _PREFIX_LSE), (_OUT_LS
 
 
 class _Shape(NamedTuple):
+    tokens: int
     rows: RowShape
     footprints: tuple[Footprint, ...]
+
+
+_known: Known[_Shape] = Known()
+
+
+def merge_known(
+    key: Any, arrays: tuple[Any, ...], prefix_tokens: int | None, scale: Any, stream: Any
+) -> bool:
+    """Queue a merge that `merge_states` has seen the like of; False where it has not.
+
+    Parameters
+    ----------
+    key
+        `gpu_key.gpu_key` of the arguments.
+    arrays : tuple
+        Without the scale.
+    prefix_tokens : int, optional
+        At least 0; all if None.
+    scale : float or array, optional
+    stream : int, stream or None
+
+    Raises
+    ------
+    ValueError
+        As `merge_states`.
+    """
+    device = device_for(arrays[0])
+    shape = _known.get(key, device)
+    if shape is None:
+        return False
+    tokens = shape.tokens if prefix_tokens is None else min(shape.tokens, prefix_tokens)
+    number, in_memory = (scale, None) if type(scale) is float else (None, scale)
+    _queue(shape, device, (*arrays, in_memory), tokens, number, stream)
+    return True
 
 
 def merge_states(
@@ -31,6 +67,7 @@ def merge_states(
     scale: float | None,
     out_type: ScalarType,
     stream: Any,
+    key: Any = None,
 ) -> None:
     """Queue one merge.
 
@@ -46,6 +83,8 @@ def merge_states(
         If no array holds it.
     out_type : ScalarType
     stream : int, stream or None
+    key : optional
+        Under which `merge_known` finds such merges from now on.
 
     Raises
     ------
@@ -56,6 +95,19 @@ def merge_states(
     """
     device = device_for(arrays[0])
     shape = _shape(native_arch(device.info.capability), specs, out_type)
+    _queue(shape, device, arrays, prefix_tokens, scale, stream)
+    if key is not None:
+        _known.keep(key, device, shape)
+
+
+def _queue(
+    shape: _Shape,
+    device: Device,
+    arrays: tuple[Any, ...],
+    prefix_tokens: int,
+    scale: float | None,
+    stream: Any,
+) -> None:
     pointer = device.pointer
     starts = [0 if array is None else pointer(array) for array in arrays]
     for written, read in _IN_PLACE:
@@ -116,4 +168,4 @@ def _shape(arch: str, specs: tuple[Any, ...], out_type: ScalarType) -> _Shape:
         and (output[2][0] | output[2][1]) % alignment == 0,
         out_alignment=alignment,
     )
-    return _Shape(rows, tuple(footprint(s or output) for s in specs[:6]))
+    return _Shape(tokens, rows, tuple(footprint(s or output) for s in specs[:6]))

@@ -8,14 +8,14 @@ from typing import Any
 from .compile import native_arch
 from .device import Device, device_for
 from .dtypes import ScalarType, scalar_type
+from .gpu_key import Known
 from .overlap import Spec
 from .row_kernel import RowShape
 from .write_plan import WRITE_PARAMS, make_write_plan
 
 __all__ = ["write_cache", "write_known"]
 
-_MOST_KNOWN = 1024
-_known: dict[Any, RowShape] = {}
+_known: Known[RowShape] = Known()
 
 
 def write_known(key: Any, arrays: tuple[Any, ...], scales: tuple[Any, Any], stream: Any) -> bool:
@@ -32,7 +32,7 @@ def write_known(key: Any, arrays: tuple[Any, ...], scales: tuple[Any, Any], stre
     stream : int, stream or None
     """
     device = device_for(arrays[2])
-    shape = _known.get((key, device.info.capability))
+    shape = _known.get(key, device)
     if shape is None:
         return False
     k, v = scales
@@ -76,9 +76,7 @@ def write_cache(
     shape = _shape(native_arch(device.info.capability), specs, cache_type)
     _queue(shape, device, arrays, scales, stream)
     if key is not None:
-        if len(_known) >= _MOST_KNOWN:
-            _known.clear()
-        _known[key, device.info.capability] = shape
+        _known.keep(key, device, shape)
 
 
 def _queue(
