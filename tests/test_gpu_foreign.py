@@ -1,0 +1,95 @@
+"""Arrays of other libraries on a GPU: DLPack alone, the array interface alone."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from batches import arguments, random_batch, run
+
+import cupyflash as cf
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+
+
+pytestmark = pytest.mark.gpu
+
+
+class Foreign:
+    """An array of which nothing is known but DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+class Interface:
+    """A GPU array of which nothing is known but the array interface."""
+
+    def __init__(self, array, stream=None):
+        self.array = array
+        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
+
+
+@pytest.mark.parametrize("kind", [Foreign, Interface])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit):
+    import cupy as cp
+    from conftest import Path
+
+    path = Path("gpu")
+    batch = random_batch([1], [3000], 4, 2)
+    args = arguments(path, *batch, [1], [3000], 16, num_splits=1, fa_version=2)
+    right = run(path, args)[0]
+    spin = cp.RawKernel(
+        'extern "C" __global__ void spin() { long long t = clock64(); while (clock64() - t < '
+        "200000000) {} }",
+        "spin",
+    )
+    producer, consumer = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
+    late, out = cp.full_like(args["q"], np.nan), cp.empty_like(args["q"])
+    call = {**args, "out": out}
+    for stream in (None, consumer):  # nothing is allocated later, which could wait
+        cf.flash_attn_varlen_func(**call, stream=stream)
+    cp.cuda.Device().synchronize()
+    with producer:
+        spin((1,), (1,), ())
+        late[...] = args["q"]
+        done = producer.record()
+        if kind is Foreign:  # CuPy exports on its current stream
+            call["q"] = Foreign(late)
+            cf.flash_attn_varlen_func(**call, stream=consumer)
+        else:
+            call["q"] = Interface(late, producer.ptr)
+    if kind is Interface and explicit:
+        cf.flash_attn_varlen_func(**call, stream=consumer)
+    elif kind is Interface:
+        with consumer:
+            cf.flash_attn_varlen_func(**call)
+    assert not done.done  # the host has not waited
+    consumer.synchronize()
+    np.testing.assert_array_equal(out.get().astype(float), right)
+
+
+@pytest.mark.parametrize("kind", [Foreign, Interface])
+def test_results_of_foreign_gpu_arrays(kind):
+    import cupy as cp
+    from conftest import Path
+
+    path = Path("gpu")
+    dtype = np.float16 if kind is Interface else BF16  # the interface has no name for bfloat16
+    args = arguments(path, *random_batch([2, 1], [30, 500], 4, 2, dtype=dtype), [2, 1], [30, 500])
+    right = run(path, args)[0]
+    out = cp.full_like(args["q"], np.nan)
+    foreign_args = {n: kind(a) if hasattr(a, "dtype") else a for n, a in args.items()}
+    given = kind(out)
+    assert cf.flash_attn_varlen_func(**foreign_args, out=given) is given
+    np.testing.assert_array_equal(out.get().astype(float), right)
+    empty = kind(cp.empty((0, 4, 64), dtype))
+    foreign_args.update(q=empty, cu_seqlens_q=kind(cp.zeros(3, np.int32)))
+    assert cf.flash_attn_varlen_func(**foreign_args).shape == (0, 4, 64)
