@@ -70,9 +70,8 @@ class Tile:
     def smem_bytes(self) -> int:
         """As mainloop/fwd_sm80.cuh lays it out: queries, stages, what copies need, row infos."""
         stage = self.keys * (self.head_dim + self.head_dim_v) * self.cache.itemsize
-        rest = self.keys * (32 + 4 * max(1, self.stages - 1)) + (
-            self.threads * 16 if self.head_dim <= 128 else 0
-        )
+        places = 16 if self.head_dim <= 128 else 0
+        rest = self.keys * 32 + self.threads * (places + 4 * max(1, self.stages - 1))
         return self.rows * (self.head_dim * 2 + 12) + self.stages * stage + rest
 
     def variant(self, arch: str, score_mod: bool) -> Variant:

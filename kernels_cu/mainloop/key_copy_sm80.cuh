@@ -22,7 +22,8 @@ class KeyCopy {
   static constexpr int kPlaces = V::kHeadDim <= 128 ? V::kThreads : 0;
   // Blocks are asked for so many tiles before they are needed for a list.
   static constexpr int kEarly = V::kStages > 2 ? V::kStages - 1 : 1;
-  static constexpr int kBytes = (2 * static_cast<int>(sizeof(KeyRow)) + kEarly * 4) * kKeys +
+  static constexpr int kBytes = 2 * kKeys * static_cast<int>(sizeof(KeyRow)) +
+                                kEarly * V::kThreads * 4 +
                                 kPlaces * static_cast<int>(sizeof(LanePlace));
 
   // `shared` [kBytes]: lists of tiles of even and odd number, a place for each thread, and blocks
@@ -52,12 +53,12 @@ class KeyCopy {
     const u32 number = listed(tile);
     if (number >= kKeys) return;
     const i32 *at = find_block(p_, s_, tile * kKeys + number);
-    if (at) cp_async4(shared_address(blocks_ + tile % kEarly * kKeys + number), at);
+    if (at) cp_async4(shared_address(asked(tile)), at);
   }
 
   __device__ __forceinline__ void write_list(u32 tile) const {
     const u32 number = listed(tile);
-    if (number < kKeys) write_row(tile, number, blocks_[tile % kEarly * kKeys + number]);
+    if (number < kKeys) write_row(tile, number, *asked(tile));
   }
 
   // The same at once, for the first tiles.
@@ -157,6 +158,11 @@ class KeyCopy {
   __device__ __forceinline__ bool is_plain(u32 tile) const {
     return is_whole(tile) && p_.k_vectorised && p_.v_vectorised &&
            (kItem > 1 || in_chunks(p_.head_dim | p_.head_dim_v));
+  }
+
+  // What a thread has asked for; no other touches it.
+  __device__ __forceinline__ i32 *asked(u32 tile) const {
+    return blocks_ + tile % kEarly * V::kThreads + threadIdx.x;
   }
 
   __device__ __forceinline__ void write_row(u32 tile, u32 number, int block) const {
