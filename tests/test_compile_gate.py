@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from itertools import combinations
 
 import pytest
@@ -41,7 +42,7 @@ def test_all_variants_compile(arch):
 @pytest.mark.parametrize("arch", GATE)
 def test_the_variants_are_few_and_distinct(arch):
     variants = all_variants(arch)
-    assert len(variants) <= 150
+    assert max(Counter(v.arch for v in variants).values()) <= 150  # sm_90a has kernels of its own
     assert len({v.symbol for v in variants}) == len(set(variants)) == len(variants)
     for variant in variants:
         assert variant.arch in (arch, f"{arch}a")
