@@ -32,6 +32,8 @@ from .runtime.decode_tile import DECODE_PARAMS
 from .runtime.device import Device, DeviceInfo, device_for
 from .runtime.launch import launch, stream_handle
 from .runtime.layout import Layout
+from .runtime.mla_launch import attend_latent
+from .runtime.mla_plan import mla_note, mla_plans
 from .runtime.params import KernelArgs
 from .runtime.plan import Plan
 from .runtime.prefill_launch import attend_prefill, prefill_layout_refusal
@@ -42,6 +44,7 @@ from .runtime.prefill_plan import (
     prefill_refusal,
 )
 from .runtime.problem import AttentionProblem
+from .runtime.rules.latent import is_latent
 
 __all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
 
@@ -75,6 +78,8 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
     CaptureError, CompileError
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
+    if call.problem.has_q_v:
+        return attend_latent(call, workspace, stream, hopper=True)
     device = device_for(call.arrays.q)
     limit = None if workspace is None else usable_bytes(call, device, workspace)
     decode, prefill = _plans(call, device, limit)
@@ -153,6 +158,8 @@ def _short_requests(problem: AttentionProblem, info: DeviceInfo) -> AttentionPro
 
 def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
     """Which kernels serve a problem whose rows start at multiples of 16 bytes, or why none does."""
+    if problem.has_q_v:
+        return mla_note(problem, info)
     no_decode, no_prefill = decode_refusal(problem, info), prefill_refusal(problem, info)
     if not no_decode:
         return "Hopper decode"
@@ -169,6 +176,8 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
 
     Their workspace is enough for any of the calls.
     """
+    if problem.has_q_v:
+        return mla_plans(problem, info, hopper=True)
     decode, portable = decode_plans(problem, info), portable_plans(problem, info)
     portable = prefill_plans(problem, info) + portable
     if not decode_refusal(problem, info):
@@ -188,6 +197,8 @@ def write_schedule(bounds: Any, seqused_k: Any, cu_seqlens_q: Any, out: Any, str
     ValueError
         ``out`` is too small.
     """
+    if is_latent(bounds.head_dim_v):
+        return write_header(bounds, seqused_k, cu_seqlens_q, out, stream)
     device = device_for(seqused_k)
     problem = _problem(bounds)
     size = _HEADER + bounds.batch + PREFIX_EXTRA

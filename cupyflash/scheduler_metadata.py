@@ -16,6 +16,7 @@ from .runtime.arrays import place, spec_of
 from .runtime.call import Call
 from .runtime.dtypes import BF16, ScalarType, parse_scalar_type
 from .runtime.problem import AttentionProblem
+from .runtime.rules.latent import is_latent
 from .runtime.rules.numbers import flag, non_negative
 from .runtime.rules.operands import check_head_dims, check_heads
 from .runtime.rules.score import window
@@ -160,7 +161,7 @@ def get_scheduler_metadata(
     if not on_host:
         need = Need(
             bounds.head_dim, bounds.head_dim_v, _query_type(bounds.kv_type), bounds.kv_type,
-            latent=_is_latent(bounds.head_dim_v),
+            latent=is_latent(bounds.head_dim_v),
         )  # fmt: skip
         version = resolve_need(need, capability_of(lengths), fa_version)
         buffer = FAMILIES[version].schedule(bounds, lengths, starts, out, stream)
@@ -188,7 +189,7 @@ def _bounds(
 ) -> ScheduleBounds:
     check_heads(num_heads_q, num_heads_kv, num_heads_kv, [], [])
     head_dim_v = headdim if headdim_v is None else headdim_v
-    check_head_dims(headdim, headdim, head_dim_v, _is_latent(head_dim_v))
+    check_head_dims(headdim, headdim, head_dim_v, is_latent(head_dim_v))
     if page_size is not None and non_negative("page_size", page_size) < 1:
         raise ValueError("page_size=0 must be at least 1, or None for packed keys")
     left, right = window(
@@ -209,11 +210,6 @@ def _bounds(
         non_negative("num_splits", num_splits),
         flag("has_softcap", has_softcap),
     )
-
-
-def _is_latent(head_dim_v: int) -> bool:
-    """Values of this size are only met by queries with ``q_v``."""
-    return head_dim_v > 256
 
 
 def _query_type(kv_type: ScalarType) -> ScalarType:

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
   load_latent_queries<384, kLatentRows>(p, d, segment, tiles.stage(kLatentStages - 1));
   __syncthreads();
   if (warpgroup == 0) {
-    take_registers<192>();
+    take_registers<184>();
     LatentScores<LatentVariant> scores(loader);
     scores.hold_queries();
     fence_async_proxy();

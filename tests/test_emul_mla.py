@@ -7,8 +7,10 @@ import pytest
 from emulator import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from latent import hopper_latent
 from test_mla import CASE, LATENT
 
+from cupyflash import support
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.bounds import AttentionBounds
 from cupyflash.runtime.device import DeviceInfo
@@ -57,7 +59,7 @@ MANY_HEADS = cases(
 @given(case=MANY_HEADS, kind=st.sampled_from(["bf16", "fp16"]), order=st.integers(0, 9), **OPTIONS)
 def test_many_heads_on_hopper(case, kind, order, num_splits, batch_invariant):
     case = case.replace(q_type=kind, kv_type=kind)
-    with emulated("sm_90", seed=order):
+    with emulated("sm_90", seed=order), hopper_latent():
         case.make().check(
             flash_attn_varlen_func, num_splits=num_splits, batch_invariant=batch_invariant
         )
@@ -80,11 +82,19 @@ HOPPER = {
 def test_which_kernel_runs_on_hopper(name):
     changes, symbol = HOPPER[name]
     inputs = CASE.replace(**{"lengths": ((1, 130), (1, 5)), **changes}).make()
-    with emulated("sm_90") as device:
+    with emulated("sm_90") as device, hopper_latent():
         inputs.check(flash_attn_varlen_func, num_splits=1)
         assert device.reports[-1].symbol == symbol
         inputs.check(flash_attn_varlen_func, num_splits=1, fa_version=2)
         assert "sm80" in device.reports[-1].symbol
+
+
+def test_version_3_is_not_chosen_by_itself_before_its_row_is_built():
+    (row,) = [row for row in support.SUPPORT if (row.version, row.latent) == (3, True)]
+    inputs = CASE.replace(group_size=64).make()
+    with emulated("sm_90") as device:
+        inputs.check(flash_attn_varlen_func)
+        assert ("sm90" in device.reports[-1].symbol) == row.built
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 192, 193, 400])
@@ -92,7 +102,7 @@ def test_which_kernel_runs_on_hopper(name):
 def test_tiles_around_the_ring(tokens, order):
     """Fewer tiles than stages, as many, and more, in several orders of warps."""
     case = CASE.replace(lengths=((1, tokens - 1),), group_size=64, page_size=64)
-    with emulated("sm_90", seed=order):
+    with emulated("sm_90", seed=order), hopper_latent():
         case.make().check(flash_attn_varlen_func, num_splits=1)
 
 

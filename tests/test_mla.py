@@ -188,11 +188,12 @@ def test_8_bit_latents_are_refused():
         case.make().call(flash_attn_varlen_func)
 
 
-def test_bounds_and_schedules_of_latent_calls():
-    case = CASE.replace(lengths=((1, 40), (1, 70)))
-    inputs, args = decode(case)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_bounds_and_schedules_of_latent_calls(latent_path, heads):
+    case = CASE.replace(lengths=((1, 40), (1, 70)), group_size=heads)
+    inputs, args = decode(case, latent_path.xp)
     schedule = cupyflash.get_scheduler_metadata(
-        2, 1, 71, 16, 1, 64, args["seqused_k"], "bfloat16", 512, args["cu_seqlens_q"], 16,
+        2, 1, 71, heads, 1, 64, args["seqused_k"], "bfloat16", 512, args["cu_seqlens_q"], 16,
         causal=True,
     )  # fmt: skip
     inputs.check(flash_attn_varlen_func, scheduler_metadata=schedule)

@@ -22,6 +22,7 @@ __all__ = [
     "MlaPlan",
     "make_mla_plan",
     "mla_box_keys",
+    "mla_note",
     "mla_plans",
     "mla_variants",
 ]
@@ -37,7 +38,7 @@ LATENT_PARAMS = ParamsLayout(
 )
 """The layout of ``core/latent_params.cuh``."""
 
-_WGMMA_REST_BYTES = 64 * 128 + 12 * 8 + 5 * 64 * 4 + 64  # besides its stages: LatentTiles
+_WGMMA_REST_BYTES = 64 * (128 + 32) + 12 * 8 + 3 * 64 * 4 + 64  # besides its stages: LatentTiles
 _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
 _SMALLEST_CHUNK = 256  # keys: below it, partial results outweigh them
 _LARGEST_WORKSPACE = 1 << 28
@@ -171,6 +172,15 @@ def make_mla_plan(
     tiling = Tiling(chunk, blocks_a_request, tile.rows, rows * splits if splits > 1 else 0)
     combine = combine_plan(problem, info) if splits > 1 else None
     return MlaPlan(forward, combine, splits, tiling, tile.wgmma)
+
+
+def mla_note(problem: AttentionProblem, info: DeviceInfo) -> str:
+    """Which kernel serves a problem of version 3 whose keys start at multiples of 16 bytes."""
+    if make_mla_plan(problem, info, hopper=True).uses_tma:
+        return "Hopper latent"
+    if not _wgmma_serves(problem, native_arch(info.capability)):
+        return "portable latent; not Hopper latent: soft cap, ALiBi, or pages not of whole 8 tokens"
+    return "portable latent; not Hopper latent: 32 rows (queries times heads) or fewer a request"
 
 
 def mla_plans(problem: AttentionProblem, info: DeviceInfo, hopper: bool = False) -> list[Plan]:

@@ -140,3 +140,10 @@ __device__ __forceinline__ void tma_load4(u32 to, const TensorMap *map, i32 x, i
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+// Four 8x8 matrices of 16 bits; lane 8i + j gives the address of row j of matrix i.
+__device__ __forceinline__ void stmatrix4(u32 row, const u32 (&matrix)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(matrix[0]), "r"(matrix[1]), "r"(matrix[2]), "r"(matrix[3])
+               : "memory");
+}

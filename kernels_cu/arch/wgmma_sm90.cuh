@@ -32,6 +32,11 @@ __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 lead, u32 stri
          static_cast<u64>(stride >> 4) << 32 | 1ull << 62;
 }
 
+// Rows of 32 bytes with the swizzle of that size, one step of a product; a multiple of 256.
+__device__ __forceinline__ u64 matrix_descriptor32(u32 address) {
+  return static_cast<u64>((address & 0x3ffffu) >> 4) | 1ull << 16 | 256ull / 16 << 32 | 3ull << 62;
+}
+
 // The named barrier `id` of `threads` threads.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -16,7 +16,7 @@
 #include "mainloop/latent_rows.cuh"
 
 constexpr int kLatentRows = 64, kLatentKeys = 64, kLatentStages = 3;
-constexpr int kLatentSteps = kRowDim / 16, kHeldSteps = kLatentDim / 16;
+constexpr int kLatentSteps = kRowDim / 16, kHeldSteps = kLatentDim / 16 - 1;
 constexpr bool kLatentTurns = true;
 constexpr int kPanelBytes = kLatentKeys * 128, kLatentPanels = 8, kHalfPanels = kLatentPanels / 2;
 constexpr int kLatentStageBytes = (kLatentPanels + 1) * kPanelBytes;
@@ -28,11 +28,15 @@ struct LatentTiles {
     u64 weights[kLatentStages];  // its weights are there
     u64 done[kLatentStages];     // its weights and values have been used
     float factor[kLatentStages][kLatentRows];  // of the sums before this tile
-    float norm[kLatentRows], lse[kLatentRows];
     Segment segment;
   };
-  static constexpr int kRopeAt = kLatentStages * kLatentStageBytes;  // that of the queries
-  static constexpr int kRestAt = kRopeAt + kPanelBytes;
+  struct Results {
+    float norm[kLatentRows], lse[kLatentRows];
+  };
+  // Of the queries, what registers do not hold: the rope part, and a step of the latent.
+  static constexpr int kRopeAt = kLatentStages * kLatentStageBytes;
+  static constexpr int kStepAt = kRopeAt + kPanelBytes;
+  static constexpr int kRestAt = kStepAt + kLatentRows * 32;
   static constexpr int kBytes = kRestAt + static_cast<int>(sizeof(Rest));
 
   char *base;
@@ -42,6 +46,10 @@ struct LatentTiles {
       : base(smem), address(shared_address(smem)) {}
 
   __device__ __forceinline__ Rest &rest() const { return *reinterpret_cast<Rest *>(base + kRestAt); }
+  // In the place of queries that are done with.
+  __device__ __forceinline__ Results &results() const {
+    return *reinterpret_cast<Results *>(base + kRopeAt);
+  }
   __device__ __forceinline__ u32 panel(int stage, int i) const {
     return address + stage * kLatentStageBytes + i * kPanelBytes;
   }
@@ -144,8 +152,8 @@ struct LatentScores {
 
   __device__ __forceinline__ int row_of(int h) const { return warp * 16 + h * 8 + lane / 4; }
 
-  // From the last stage, where the block has put them: the latent part to registers, the rope part,
-  // for which there are none left, to a panel.
+  // From the last stage, where the block has put them, to registers; what these do not hold goes to
+  // tiles of its own.
   __device__ __forceinline__ void hold_queries() {
     const char *tile = tiles.stage(kLatentStages - 1);
     for (int i = threadIdx.x; i < kLatentRows * 8; i += 128) {
@@ -153,6 +161,11 @@ struct LatentScores {
           tile + latent_chunk_at(i / 8, kLatentChunks) - (i / 8 % 8) * 16 + i % 8 * 16);
       *reinterpret_cast<uint4 *>(tiles.base + LatentTiles::kRopeAt + i * 16) = chunk;
     }
+    // Rows of 32 bytes with the swizzle of that size: every other four rows have their halves swapped.
+    const int step_row = threadIdx.x / 2, half = threadIdx.x % 2;
+    *reinterpret_cast<uint4 *>(tiles.base + LatentTiles::kStepAt + step_row * 32 +
+                               (half ^ (step_row / 4 & 1)) * 16) =
+        *reinterpret_cast<const uint4 *>(tile + latent_chunk_at(step_row, kHeldSteps * 2 + half));
     const int row = warp * 16 + lane % 16;
 #pragma unroll
     for (int i = 0; i < kHeldSteps; ++i) {
@@ -164,6 +177,7 @@ struct LatentScores {
   __device__ __forceinline__ void score(int stage, float (&out)[32]) const {
     const u64 keys = matrix_descriptor(uniform_lane(tiles.panel(stage, 0)), 16, 1024);
     const u64 rows = matrix_descriptor(tiles.address + LatentTiles::kRopeAt, 16, 1024);
+    const u64 step = matrix_descriptor32(tiles.address + LatentTiles::kStepAt);
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kLatentSteps; ++i) {
@@ -172,7 +186,8 @@ struct LatentScores {
         Wgmma<64>::template registers_rows<V::kCompute>(out, q[i < kHeldSteps ? i : 0], right,
                                                         i > 0);
       } else {
-        Wgmma<64>::template shared<V::kCompute>(out, rows + i % 4 * 2, right, 1);
+        const u64 left = i == kHeldSteps ? step : rows + i % 4 * 2;
+        Wgmma<64>::template shared<V::kCompute>(out, left, right, 1);
       }
     }
     wgmma_commit();
@@ -181,10 +196,12 @@ struct LatentScores {
   }
 
   __device__ __forceinline__ void mask(int first_column, float (&x)[32]) const {
+    const int lane = fresh(threadIdx.x % 32);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int position =
-          (s.row_begin + row_of(h)) / p.group + s.request.kv_len - s.request.q_len;
+          (s.row_begin + warp * 16 + h * 8 + lane / 4) / p.group + s.request.kv_len -
+          s.request.q_len;
       const int low = p.window_left < 0 ? s.kv_begin : max(s.kv_begin, position - p.window_left);
       const int high =
           p.window_right < 0 ? s.kv_end : min(s.kv_end, position + p.window_right + 1);
@@ -225,17 +242,27 @@ struct LatentScores {
       sum[h] = total;
     }
     named_barrier_sync(5, 128);  // no warp reads the rope panel any more
-    char *const panel = tiles.rope_panel(stage);
+    const int lane = fresh(threadIdx.x % 32), row = warp * 16 + lane % 16;
+    const u32 to = tiles.panel(stage, kLatentPanels) + row * 128;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = row_of(h);
+    for (int k = 0; k < 4; ++k) {
+      u32 word[4];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        *reinterpret_cast<u32 *>(panel + row * 128 + (n ^ (row & 7)) * 16 + lane % 4 * 4) =
-            pack_pair<V::kCompute>(x[4 * n + 2 * h], x[4 * n + 2 * h + 1]);
+      for (int i = 0; i < 4; ++i) {
+        word[i] = pack_pair<V::kCompute>(x[8 * k + 2 * i], x[8 * k + 2 * i + 1]);
       }
-      if (lane % 4 == 0) tiles.rest().factor[stage][row] = factor[h];
+      stmatrix4(to + ((2 * k + lane / 16) ^ (row & 7)) * 16, word);
     }
+    if (lane % 4 == 0) {
+      tiles.rest().factor[stage][warp * 16 + lane / 4] = factor[0];
+      tiles.rest().factor[stage][warp * 16 + lane / 4 + 8] = factor[1];
+    }
+  }
+
+  // A number hidden from the compiler, which would keep what follows from it in registers.
+  __device__ __forceinline__ static int fresh(int number) {
+    asm volatile("" : "+r"(number));
+    return number;
   }
 
   __device__ __forceinline__ void run() {
@@ -269,8 +296,8 @@ struct LatentScores {
     for (int h = 0; h < 2; ++h) {
       const float total = quad_sum(sum[h]);
       if (lane % 4 == 0) {
-        r.norm[row_of(h)] = total == 0.f ? 0.f : v_scale / total;
-        r.lse[row_of(h)] = total == 0.f ? -infinity() : shift[h] * kLn2 + logf(total);
+        tiles.results().norm[row_of(h)] = total == 0.f ? 0.f : v_scale / total;
+        tiles.results().lse[row_of(h)] = total == 0.f ? -infinity() : shift[h] * kLn2 + logf(total);
       }
     }
     named_barrier_arrive(1, 384);
@@ -367,7 +394,7 @@ struct LatentValues {
   }
 
   __device__ __forceinline__ void store() const {
-    const LatentTiles::Rest &r = tiles.rest();
+    const LatentTiles::Results &r = tiles.results();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int in_tile = warp * 16 + h * 8 + lane / 4, row = s.row_begin + in_tile;

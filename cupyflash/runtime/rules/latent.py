@@ -7,7 +7,12 @@ from cupyflash.runtime.dtypes import ScalarType, scalar_type
 
 from .operands import check_operand
 
-__all__ = ["check_latent"]
+__all__ = ["check_latent", "is_latent"]
+
+
+def is_latent(head_dim_v: int) -> bool:
+    """Whether values of this size are only met by queries with ``q_v``."""
+    return head_dim_v > 256
 
 
 def check_latent(

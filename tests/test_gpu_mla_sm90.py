@@ -1,0 +1,76 @@
+"""The Hopper kernel of multi-head latent attention on a GPU of compute capability 9.0."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from latent import hopper_latent
+from test_emul_mla import MANY_HEADS, OPTIONS
+from test_mla import CASE
+
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.fa_version import current_capability
+
+pytestmark = pytest.mark.gpu
+
+_PROBE = """
+import cupy
+from latent import hopper_latent
+from test_mla import CASE
+from cupyflash.attention import flash_attn_varlen_func
+with hopper_latent():
+    for tokens in (0, 63, 64, 200, 1000):
+        case = CASE.replace(lengths=((1, tokens), (2, 3)), group_size=64, page_size=64)
+        case.make(cupy).check(flash_attn_varlen_func, fa_version=3)
+print("came back")
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def comes_back():
+    """A kernel that waits for ever would hold up every other test of the process."""
+    if current_capability()[0] != (9, 0):
+        pytest.skip("the kernel is for compute capability 9.0")
+    here = Path(__file__).parent
+    done = subprocess.run(
+        [sys.executable, "-c", _PROBE], cwd=here, capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": f"{here.parent}:{here}"}, check=False,
+    )  # fmt: skip
+    assert done.stdout.strip() == "came back", done.stderr[-2000:]
+    with hopper_latent():
+        yield
+
+
+def bits(results):
+    return [array.tobytes() for array in results]
+
+
+@settings(max_examples=500)
+@given(case=MANY_HEADS, kind=st.sampled_from(["bf16", "fp16"]), **OPTIONS)
+def test_many_heads(case, kind, num_splits, batch_invariant):
+    import cupy
+
+    inputs = case.replace(q_type=kind, kv_type=kind).make(cupy)
+    options = {"num_splits": num_splits, "batch_invariant": batch_invariant, "fa_version": 3}
+    first = inputs.call(flash_attn_varlen_func, **options)
+    inputs.expected().check(*first)
+    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_long_sequences(heads, q_len):
+    import cupy
+
+    lengths = tuple((q_len, n) for n in (4096, 1, 2047, 8191, 63, 64))
+    inputs = CASE.replace(lengths=lengths, group_size=heads, page_size=64).make(cupy)
+    first = inputs.call(flash_attn_varlen_func, fa_version=3)
+    inputs.expected().check(*first)
+    for _ in range(50):
+        assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(first)
