@@ -102,7 +102,7 @@ class CuPyDevice:
         return LoadedKernel(kernel)
 
     def launch(self, kernel: Kernel, plan: Plan, args: KernelArgs, stream: int | None) -> None:
-        """By ctypes: CuPy looks at a struct that is passed by value for longer than all else takes."""
+        """By ctypes: CuPy takes long to look at a struct that is passed by value."""
         if not (self._alone or self._runtime.getDevice() == self.ordinal):
             with self._context:
                 return self.launch(kernel, plan, args, stream)
