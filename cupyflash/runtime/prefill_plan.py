@@ -86,7 +86,7 @@ class _Tile:
     keys: int
     query_stages: int
     stages: int
-    turns: bool = False
+    turns: bool = True
 
     @property
     def smem_bytes(self) -> int:
@@ -121,7 +121,7 @@ class _Tile:
 
 _FULL_64 = _Tile(64, 64, 192, 2, 3)
 _TILES = (
-    _Tile(64, 64, 128, 2, 3, turns=True),
+    _Tile(64, 64, 128, 2, 3),
     _Tile(96, 96, 128, 2, 2),
     _Tile(128, 128, 128, 2, 2),
     _Tile(192, 128, 128, 1, 2),

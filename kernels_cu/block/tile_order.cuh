@@ -29,7 +29,7 @@ struct PrefillTile {
   i32 request;
   i32 q_begin, q_len;  // of the request
   i32 token;           // the first one, in the request
-  i32 head_group;
+  i32 head_group, kv_head;
   i32 slot;              // of the partial result; -1: the result itself
   i32 shift;             // position of token 0 among the keys
   i32 kv_row;            // first row of packed keys
@@ -160,6 +160,7 @@ __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const Pref
     t.q_len = r.q_len;
     t.token = first;
     t.head_group = head_group;
+    t.kv_head = head_group / (p.group >> x.pack_shift);
     t.slot = chunks > 1 ? split : -1;
     t.kv_row = r.kv_begin;
     t.failed = 0;

@@ -29,6 +29,7 @@ struct PrefillCompute {
   static constexpr float kHeadroom = kType == kFp16 ? 0.f : 24.f;
   // Scores of a key tile so far apart (to base 2) that the shift is not fixed.
   static constexpr float kWildSpread = 120.f;
+  static constexpr int kManyKeyTiles = 4;
 
   const AttentionParams &p;
   const PrefillParams &x;
@@ -100,10 +101,18 @@ struct PrefillCompute {
     return __shfl_sync(0xffffffffu, address, 0);
   }
 
-  __device__ __forceinline__ void issue_scores() {
-    const u64 keys = matrix_descriptor(uniform(shared.keys(k.slot)), 16, 1024);
-    const u64 rows = matrix_descriptor(
-        uniform(shared.queries(q.slot) + warpgroup * kWarpgroupRows * 128), 16, 1024);
+  // The operands of the next products. Made before their barriers are waited for.
+  struct Operands {
+    u32 queries, keys, values;
+  };
+  __device__ __forceinline__ Operands operands() const {
+    return {uniform(shared.queries(q.slot) + warpgroup * kWarpgroupRows * 128),
+            uniform(shared.keys(k.slot)), uniform(shared.values(v.slot))};
+  }
+
+  __device__ __forceinline__ void issue_scores(const Operands &from) {
+    const u64 keys = matrix_descriptor(from.keys, 16, 1024);
+    const u64 rows = matrix_descriptor(from.queries, 16, 1024);
 #pragma unroll
     for (int i = 0; i < kD / 16; ++i) {
       Wgmma<kKeys>::template shared<kType>(
@@ -113,8 +122,8 @@ struct PrefillCompute {
     wgmma_commit();
   }
 
-  __device__ __forceinline__ void issue_output(int keep) {
-    const u64 values = matrix_descriptor(uniform(shared.values(v.slot)), kKeys * 128, 1024);
+  __device__ __forceinline__ void issue_output(const Operands &from, int keep) {
+    const u64 values = matrix_descriptor(from.values, kKeys * 128, 1024);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
       Wgmma<kDv>::template registers<kType>(o, weight[i], values + i * 2048 / 16,
@@ -165,11 +174,15 @@ struct PrefillCompute {
     }
   }
 
+  __device__ __forceinline__ SoftCap soft_cap() const {
+    return SoftCap(p.softmax_scale / p.softcap, p.softcap * kLog2e);
+  }
+
   // Soft cap and ALiBi; scores are to base 2 then.
   __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
     if constexpr (V::kScoreMod) {
       if (p.softcap > 0.f) {
-        cap_scores(s, p.softmax_scale / p.softcap, p.softcap * kLog2e);
+        soft_cap().apply(s);
       } else {
         const float natural = p.softmax_scale * kLog2e;
 #pragma unroll
@@ -220,9 +233,26 @@ struct PrefillCompute {
     return !kFirst && __any_sync(0xffffffffu, grown);
   }
 
-  __device__ __forceinline__ void fold_fixed() {
+  __device__ __forceinline__ void fold_fixed(const PrefillTile &t, int n) {
+    if constexpr (V::kScoreMod) {
+      if (p.softcap > 0.f && !p.alibi_slopes && fold_capped()) return;
+    }
+    modify(t, n);
 #pragma unroll
     for (int h = 0; h < 2; ++h) sum[h] += exponentiate(h, c[h]);
+  }
+
+  // Cap, shift and scale in one multiply-add, where scores are small enough.
+  __device__ __forceinline__ bool fold_capped() {
+    const SoftCap soft = soft_cap();
+    if (!soft.is_small(s)) return false;
+#pragma unroll
+    for (int i = 0; i < kKeys / 2; ++i) {
+      const int h = i / 2 % 2;
+      s[i] = exp2_approx(fmaf(s[i], soft.small(s[i] * s[i]), -c[h]));
+      sum[h] += s[i];
+    }
+    return true;
   }
 
   __device__ __forceinline__ float exponentiate(int h, float shift) {
@@ -257,7 +287,7 @@ struct PrefillCompute {
     }
   }
 
-  // Moves the shift of rows whose sums have grown, so that theirs are below 2 again. Depends on
+  // Moves the shift of rows whose sums have grown, so that theirs are below 4 again. Depends on
   // the row alone.
   __device__ __forceinline__ void settle_sums() {
     if (!__any_sync(0xffffffffu, sum[0] > kLargestSum || sum[1] > kLargestSum)) return;
@@ -265,18 +295,29 @@ struct PrefillCompute {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float largest = quad_max(sum[h]);
-      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+      // 2^-127 would be flushed to 0.
+      const int exponent = min(static_cast<int>(__float_as_uint(largest) >> 23) - 127, 126);
       const bool moves = largest > kLargestSum && largest < infinity();
       factor[h] = moves ? __uint_as_float(static_cast<u32>(127 - exponent) << 23) : 1.f;
       c[h] += moves ? static_cast<float>(exponent) : 0.f;
       sum[h] *= factor[h];
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        s[4 * j + 2 * h] *= factor[h], s[4 * j + 2 * h + 1] *= factor[h];
-      }
     }
     rescale(factor);
-    pack_weights();
+    // bf16 takes what float32 does: scores need not be kept for this.
+    if constexpr (kType == kFp16) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) s[i] *= factor[i / 2 % 2];
+      pack_weights();
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKeys / 16; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float2 pair = unpack_bf16(weight[i][j]);
+          weight[i][j] = pack_bf16(pair.x * factor[j % 2], pair.y * factor[j % 2]);
+        }
+      }
+    }
   }
 
   // ---- steps
@@ -291,32 +332,32 @@ struct PrefillCompute {
     if (masked) mask(t, n);
     float unused[2];
     fold_exact<true>(0.f, unused);
-    // A weight of 0 beside the 1 of the maximum. Masked ones say nothing.
-    bool wild = false;
-    if (!masked && t.n_end - t.n_begin > 1) {
-      float least = 1.f;
+    // A weight of 0 beside the 1 of the maximum. Masked ones say nothing; a short tile had better
+    // run again.
+    if (masked || t.n_end - t.n_begin < kManyKeyTiles) return false;
+    float least = 1.f;
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) least = fminf(least, s[i]);
-      wild = least < __uint_as_float(static_cast<u32>(127 - kWildSpread) << 23);
-    }
-    return named_barrier_any(3 + warpgroup, 128, wild);
+    for (int i = 0; i < kKeys / 2; ++i) least = fminf(least, s[i]);
+    const float spread = __uint_as_float(static_cast<u32>(127 - kWildSpread) << 23);
+    return named_barrier_any(3 + warpgroup, 128, least < spread);
   }
 
   // The scores of key tile n with the output of the one before. kExact: with mask and maximum.
   template <bool kExact>
   __device__ __forceinline__ void step(const PrefillTile &t, int n, int keep) {
+    const Operands from = operands();
     wait_keys();
     begin_turn();
     wgmma_fence();
-    issue_scores();
+    issue_scores(from);
     wait_values();
     wgmma_fence();
-    issue_output(keep);
+    issue_output(from, keep);
     end_turn();
     wgmma_wait<1>();
     have_scores();
-    modify(t, n);
     if constexpr (kExact) {
+      modify(t, n);
       mask(t, n);
       float factor[2];
       const bool grown = fold_exact<false>(0.f, factor);
@@ -325,7 +366,7 @@ struct PrefillCompute {
       if (grown) rescale(factor);
       pack_weights();
     } else {
-      fold_fixed();
+      fold_fixed(t, n);
       wgmma_wait<0>();
       have_output();
       pack_weights();
@@ -350,10 +391,11 @@ struct PrefillCompute {
       release(shared.rest().drained);
       return;
     }
+    const Operands first = operands();
     wait_keys();
     begin_turn();
     wgmma_fence();
-    issue_scores();
+    issue_scores(first);
     end_turn();
     wgmma_wait<0>();
     have_scores();
@@ -366,15 +408,16 @@ struct PrefillCompute {
       const PrefillTile &next = wait_tile();
       const float last_c[2] = {c[0], c[1]}, last_sum[2] = {sum[0], sum[1]};
       const bool more = next.item >= 0;
+      const Operands from = operands();
       // Products stay in flight on one side of a branch only, or the compiler serialises them.
       if (more) {
         wait_keys();
         begin_turn();
         wgmma_fence();
-        issue_scores();
+        issue_scores(from);
         wait_values();
         wgmma_fence();
-        issue_output(keep);
+        issue_output(from, keep);
         end_turn();
         wgmma_wait<1>();
         have_scores();
@@ -386,7 +429,7 @@ struct PrefillCompute {
         wait_values();
         begin_turn();
         wgmma_fence();
-        issue_output(keep);
+        issue_output(from, keep);
         end_turn();
         wgmma_wait<0>();
         have_output();
@@ -407,9 +450,10 @@ struct PrefillCompute {
       load_slopes(t);
       c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
       for (int n = t.n_end - 1; n >= t.n_begin; --n) {
+        const Operands from = operands();
         wait_keys();
         wgmma_fence();
-        issue_scores();
+        issue_scores(from);
         wgmma_wait<0>();
         have_scores();
         modify(t, n);
@@ -419,7 +463,7 @@ struct PrefillCompute {
         pack_weights();
         wait_values();
         wgmma_fence();
-        issue_output(n < t.n_end - 1);
+        issue_output(from, n < t.n_end - 1);
         wgmma_wait<0>();
         have_output();
       }
@@ -436,7 +480,10 @@ struct PrefillCompute {
     for (int h = 0; h < 2; ++h) {
       const float total = quad_sum(part[h]);
       RowResult result = {-infinity(), 0.f};
-      if (total != 0.f) result = {c[h] * kLn2 + logf(total), div_rn(1.f, total)};
+      if (total != 0.f) {
+        result.norm = __fdividef(1.f, total);  // sums stay far below 2^126
+        if (p.lse || p.sink || t.slot >= 0) result.lse = c[h] * kLn2 + logf(total);
+      }
       const OutputRow to = {p, t, token(t, h), head(t, h), lane % 4};
       to.template store<kType, kDv>(result, h, o);
     }

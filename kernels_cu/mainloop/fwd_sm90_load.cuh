@@ -63,7 +63,9 @@ struct PrefillShared {
       : base(smem + (-shared_address(smem) & 1023u)),
         address((shared_address(smem) + 1023u) & ~1023u) {}
 
-  __device__ __forceinline__ Rest &rest() const { return *reinterpret_cast<Rest *>(base + kRestAt); }
+  __device__ __forceinline__ Rest &rest() const {
+    return *reinterpret_cast<Rest *>(base + kRestAt);
+  }
   __device__ __forceinline__ OrderScratch &scratch() const {
     return *reinterpret_cast<OrderScratch *>(base + kKeysAt);
   }
@@ -112,30 +114,54 @@ struct PrefillLoader {
                                            const PrefillMaps &maps, const S &shared)
       : p(p), x(x), maps(maps), shared(shared) {}
 
-  // Boxes of one tile: lane i loads box i, i + 32, ...
-  template <int kPanelCount>
-  __device__ __forceinline__ void load_boxes(const TensorMap *map, const PrefillTile &t, int n,
-                                             int kv_head, u32 to, u32 barrier) const {
-#pragma unroll 1
-    for (int i = lane;; i += 32) {
-      const int panel = i % kPanelCount, at = i / kPanelCount * x.box_keys, key = n * kKeys + at;
-      if (at >= kKeys) return;
-      int row = t.kv_row + key, page = 0;
-      if (p.block_table) {
-        const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
-        row = key - column * p.page_size;
-        page = x.outside_page;
-        if (key < t.kv_end && key + x.box_keys > t.kv_begin) {
-          page = reinterpret_cast<const i32 *>(p.block_table +
+  // ---- boxes: lane i loads boxes i, i + 32, ... of a key tile
+
+  // Its rows in global memory.
+  struct Box {
+    int row, page;
+  };
+
+  template <int kPanels>
+  __device__ __forceinline__ int first_key(int i) const {
+    return i / kPanels * x.box_keys;
+  }
+
+  // Looks the page up: well before the box is needed.
+  template <int kPanels>
+  __device__ __forceinline__ Box locate_box(const PrefillTile &t, int n, int i) const {
+    const int at = first_key<kPanels>(i), key = n * kKeys + at;
+    if (!p.block_table) return {t.kv_row + key, 0};
+    const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
+    Box box = {key - column * p.page_size, x.outside_page};
+    if (at < kKeys && key < t.kv_end && key + x.box_keys > t.kv_begin) {
+      box.page = reinterpret_cast<const i32 *>(p.block_table +
                                                t.request * p.table_row_stride)[column];
-        }
+    }
+    return box;
+  }
+
+  template <int kPanels>
+  __device__ __forceinline__ void load_box(const TensorMap *map, int i, const Box &box,
+                                           int kv_head, u32 to, u32 barrier) const {
+    const int panel = i % kPanels, at = first_key<kPanels>(i);
+    tma_load4(to + (panel * kKeys + at) * 128, map, panel * 64, box.row, kv_head, box.page,
+              barrier);
+  }
+
+  template <int kPanels>
+  __device__ __forceinline__ void load_boxes(const TensorMap *map, const PrefillTile &t, int n,
+                                             const Box &first, u32 to, u32 barrier) const {
+    if (first_key<kPanels>(lane) < kKeys) load_box<kPanels>(map, lane, first, t.kv_head, to, barrier);
+    if (x.box_keys * 32 < kKeys * kPanels) {
+#pragma unroll 1
+      for (int i = lane + 32; first_key<kPanels>(i) < kKeys; i += 32) {
+        load_box<kPanels>(map, i, locate_box<kPanels>(t, n, i), t.kv_head, to, barrier);
       }
-      tma_load4(to + panel * kKeys * 128 + at * 128, map, panel * 64, row, kv_head, page, barrier);
     }
   }
 
-  __device__ __forceinline__ int kv_head(const PrefillTile &t) const {
-    return t.head_group / (p.group >> x.pack_shift);
+  __device__ __forceinline__ PrefillTile &tile(int number) const {
+    return shared.rest().tile[number % S::kTiles];
   }
 
   // ---- queries and keys
@@ -147,39 +173,58 @@ struct PrefillLoader {
     const int items = count_items(x, r.order);
     int item = blockIdx.x;
     bool again = false;  // going through the list of tiles that run again
+    bool real = false;   // `number` is a tile, and no message
 #pragma unroll 1
-    for (int number = 0;;) {
-      PrefillTile &t = r.tile[number % S::kTiles];
-      const bool none = again ? item == kNoLink : item >= items;
-      if (!none && !locate_tile<kKeys>(p, x, r.order, item, t)) {
-        item = gridDim.x + __shfl_sync(0xffffffffu, claim(items), 0);
+    for (int number = -1;;) {
+      const PrefillTile &t = tile(max(number, 0));
+      const int begin = real ? t.n_begin : 0, end = real ? t.n_end : 1;
+      // The next tile is claimed late enough for the order of the tiles, and looked up and its
+      // queries asked for while keys of this one are waited for.
+      const int claim_at = min(begin + 2, end - 1), seek_at = max(begin, claim_at - 1);
+      int claimed = 0;
+      bool found = false;
+#pragma unroll 1
+      for (int n = end - 1; n >= begin; --n) {
+        if (real) {
+          if (n == claim_at && !again) claimed = claim(items);
+          const Box box = locate_box<S::kPanels>(t, n, lane);
+          mbarrier_wait(shared_address(&r.key_empty[k.slot]), k.parity ^ 1);
+          const u32 full = shared_address(&r.key_full[k.slot]);
+          if (lane == 0) mbarrier_arrive_expect(full, S::kKeyBytes);
+          __syncwarp();
+          load_boxes<S::kPanels>(maps.k, t, n, box, shared.keys(k.slot), full);
+          k.next();
+        }
+        if (n == seek_at) {
+          if (real) {
+            item = again ? *reinterpret_cast<const volatile i32 *>(x.links + item)
+                         : static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, claimed, 0);
+          }
+          found = seek(item, items, again, number + 1);
+          if (S::kQueryStages > 1 && found) load_queries(number + 1, q);
+        }
+      }
+      ++number;
+      real = found;
+      if (found) {
+        if (S::kQueryStages == 1) load_queries(number, q);
         continue;
       }
-      mbarrier_wait(shared_address(&r.query_empty[q.slot]), q.parity ^ 1);
-      const u32 query_full = shared_address(&r.query_full[q.slot]);
-      if (none) {
-        if (lane == 0) {
-          t.item = again ? kStop : kDrain;
-          mbarrier_arrive(query_full);
-        }
-        __syncwarp();
-        if (again) return;
-        mbarrier_wait(shared_address(&r.drained), 0);
-        again = true;
-        item = r.again;
-      } else {
-        if (lane == 0) mbarrier_arrive_expect(query_full, S::kQueryBytes);
-        __syncwarp();
-        if (lane < S::kPanels) {
-          tma_load3(shared.queries(q.slot) + lane * kTileRows * 128, maps.q, lane * 64,
-                    t.head_group << x.pack_shift, t.q_begin + t.token, query_full);
-        }
-        const int claimed = load_keys(t, k, again ? 0 : items);
-        item = again ? *reinterpret_cast<const volatile i32 *>(x.links + item)
-                     : static_cast<int>(gridDim.x) + claimed;
-      }
-      q.next(), ++number;
+      post(again ? kStop : kDrain, number, q);
+      if (again) return;
+      mbarrier_wait(shared_address(&r.drained), 0);
+      again = true;
+      item = r.again;
     }
+  }
+
+  // Describes `item`, or the first one after it that is anything. False: there is none.
+  __device__ __forceinline__ bool seek(int &item, int items, bool again, int number) const {
+    while (again ? item != kNoLink : item < items) {
+      if (locate_tile<kKeys>(p, x, shared.rest().order, item, tile(number))) return true;
+      item = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, claim(items), 0);
+    }
+    return false;
   }
 
   // Each item claims another one, so the counter is 0 again after the last.
@@ -187,24 +232,30 @@ struct PrefillLoader {
     return lane == 0 ? static_cast<int>(atomicInc(x.counter, items - 1)) : 0;
   }
 
-  // Returns what was claimed meanwhile; nothing of 0 items.
-  __device__ __forceinline__ int load_keys(const PrefillTile &t, Ring<S::kStages> &k,
-                                           int items) const {
+  __device__ __forceinline__ void load_queries(int number, Ring<S::kQueryStages> &q) const {
     typename S::Rest &r = shared.rest();
-    // Late enough for the order of the tiles, early enough to hide the latency.
-    const int end = t.n_end, claim_at = min(t.n_begin + 2, end - 1), head = kv_head(t);
-    int claimed = 0;
-#pragma unroll 1
-    for (int n = end - 1; n >= t.n_begin; --n) {
-      if (n == claim_at && items) claimed = claim(items);
-      mbarrier_wait(shared_address(&r.key_empty[k.slot]), k.parity ^ 1);
-      const u32 full = shared_address(&r.key_full[k.slot]);
-      if (lane == 0) mbarrier_arrive_expect(full, S::kKeyBytes);
-      __syncwarp();
-      load_boxes<S::kPanels>(maps.k, t, n, head, shared.keys(k.slot), full);
-      k.next();
+    const PrefillTile &t = tile(number);
+    mbarrier_wait(shared_address(&r.query_empty[q.slot]), q.parity ^ 1);
+    const u32 full = shared_address(&r.query_full[q.slot]);
+    if (lane == 0) mbarrier_arrive_expect(full, S::kQueryBytes);
+    __syncwarp();
+    if (lane < S::kPanels) {
+      tma_load3(shared.queries(q.slot) + lane * kTileRows * 128, maps.q, lane * 64,
+                t.head_group << x.pack_shift, t.q_begin + t.token, full);
     }
-    return __shfl_sync(0xffffffffu, claimed, 0);
+    q.next();
+  }
+
+  // A message without a tile.
+  __device__ __forceinline__ void post(int item, int number, Ring<S::kQueryStages> &q) const {
+    typename S::Rest &r = shared.rest();
+    mbarrier_wait(shared_address(&r.query_empty[q.slot]), q.parity ^ 1);
+    if (lane == 0) {
+      tile(number).item = item;
+      mbarrier_arrive(shared_address(&r.query_full[q.slot]));
+    }
+    __syncwarp();
+    q.next();
   }
 
   // ---- values
@@ -214,31 +265,30 @@ struct PrefillLoader {
     Ring<S::kQueryStages> q;
     Ring<S::kStages> v;
     u32 raw_parity = 0;
+#pragma unroll 1
     for (int number = 0;; ++number) {
       mbarrier_wait(shared_address(&r.query_full[q.slot]), q.parity);
-      const PrefillTile &t = r.tile[number % S::kTiles];
+      const PrefillTile &t = tile(number);
       const int item = t.item;
       __syncwarp();
       if (lane == 0) mbarrier_arrive(shared_address(&r.query_empty[q.slot]));
       q.next();
       if (item == kStop) return;
       if (item == kDrain) continue;
-      const int head = kv_head(t);
+      const int begin = t.n_begin;
 #pragma unroll 1
-      for (int n = t.n_end - 1; n >= t.n_begin; --n) {
+      for (int n = t.n_end - 1; n >= begin; --n) {
+        const int from = max(0, t.own_begin - n * kKeys), until = t.own_end - n * kKeys;
+        const bool whole = from == 0 && until >= kKeys;
+        const Box box = locate_box<S::kPanelsV>(t, n, lane);
         mbarrier_wait(shared_address(&r.value_empty[v.slot]), v.parity ^ 1);
         const u32 full = shared_address(&r.value_full[v.slot]), to = shared.values(v.slot);
-        const int from = max(0, t.own_begin - n * kKeys), until = t.own_end - n * kKeys;
-        if (from == 0 && until >= kKeys) {
-          if (lane == 0) mbarrier_arrive_expect(full, S::kValueBytes);
-          __syncwarp();
-          load_boxes<S::kPanelsV>(maps.v, t, n, head, to, full);
-        } else {
-          const u32 raw = shared_address(&r.value_raw);
-          if (lane == 0) mbarrier_arrive_expect(raw, S::kValueBytes);
-          __syncwarp();
-          load_boxes<S::kPanelsV>(maps.v, t, n, head, to, raw);
-          mbarrier_wait(raw, raw_parity);
+        const u32 loaded = whole ? full : shared_address(&r.value_raw);
+        if (lane == 0) mbarrier_arrive_expect(loaded, S::kValueBytes);
+        __syncwarp();
+        load_boxes<S::kPanelsV>(maps.v, t, n, box, to, loaded);
+        if (!whole) {
+          mbarrier_wait(loaded, raw_parity);
           raw_parity ^= 1;
           clear_rows(to, 0, min(from, kKeys));
           clear_rows(to, max(until, 0), kKeys);
