@@ -15,14 +15,9 @@ from .fa_version import (
 )
 from .kv_append import flash_attn_with_kvcache
 from .kv_cache import reshape_and_cache_flash
+from .latent_cache import concat_and_cache_mla, gather_latent_cache
 from .merge import merge_attn_states
-from .mla import (
-    ContextChunk,
-    concat_and_cache_mla,
-    gather_latent_cache,
-    mla_decode,
-    mla_prefill,
-)
+from .mla import ContextChunk, mla_decode, mla_prefill
 from .runtime.workspace import free_workspaces
 from .scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 from .warmup import warmup, workspace_size

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from emulator import emulated
@@ -14,6 +16,7 @@ from cupyflash import support
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.bounds import AttentionBounds
 from cupyflash.runtime.device import DeviceInfo
+from cupyflash.runtime.kernel_source import kernel_root
 from cupyflash.runtime.mla_plan import make_mla_plan, mla_plans
 from cupyflash.testing.strategies import cases
 from cupyflash.warmup import workspace_size
@@ -104,6 +107,16 @@ def test_tiles_around_the_ring(tokens, order):
     case = CASE.replace(lengths=((1, tokens - 1),), group_size=64, page_size=64)
     with emulated("sm_90", seed=order), hopper_latent():
         case.make().check(flash_attn_varlen_func, num_splits=1)
+
+
+def test_warpgroups_share_the_registers_that_a_launch_has():
+    """`setmaxnreg` waits for ever for registers beyond those; an emulator has no such limit."""
+    text = kernel_root().joinpath("mla_decode_sm90.cu").read_text()
+    (threads,) = map(int, re.findall(r"__launch_bounds__\((\d+), 1\)", text))
+    (taken,) = map(int, re.findall(r"take_registers<(\d+)>", text))
+    (given,) = map(int, re.findall(r"give_registers<(\d+)>", text))
+    assert threads == 384
+    assert taken + 2 * given <= 3 * (65536 // threads // 8 * 8)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 128])

@@ -146,6 +146,6 @@ def test_examples_in_docstrings_are_right():
     import doctest
     import importlib
 
-    for module in ("attention", "kv_cache", "merge", "explain"):
+    for module in ("attention", "kv_cache", "latent_cache", "merge", "mla", "explain"):
         found = doctest.testmod(importlib.import_module(f"cupyflash.{module}"))
         assert (found.failed, found.attempted > 0) == (0, True), module

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import cupyflash
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.explain import explain
-from cupyflash.mla import mla_decode, split_latent_cache
+from cupyflash.latent_cache import split_latent_cache
+from cupyflash.mla import mla_decode
 from cupyflash.testing import POISON_INDEX, Case
 from cupyflash.testing.requests import to_numpy
 from cupyflash.testing.strategies import cases

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash.mla import ContextChunk, concat_and_cache_mla, gather_latent_cache, mla_prefill
+from cupyflash.latent_cache import concat_and_cache_mla, gather_latent_cache
+from cupyflash.mla import ContextChunk, mla_prefill
 from cupyflash.testing import expect_attention, write_oracle
 from cupyflash.testing.requests import to_numpy
 

@@ -23,7 +23,7 @@ __all__ = ["FlashAttentionBackend"]
 
 _LARGEST_HEAD_SIZE = 256
 _MISSING = {
-    "use_mla": "multi-head latent attention is not available yet",
+    "use_mla": "latent attention is FLASH_ATTN_MLA's",
     "use_sparse": "there is no sparse attention",
     "use_mm_prefix": "bidirectional ranges in a causal mask are not available",
     "use_rswa": "there is no reference sliding window",

@@ -8,13 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cupyflash.backend import AttentionImpl, AttentionLayer
-from cupyflash.mla import (
-    ContextChunk,
-    concat_and_cache_mla,
-    gather_latent_cache,
-    mla_decode,
-    mla_prefill,
-)
+from cupyflash.latent_cache import concat_and_cache_mla, gather_latent_cache
+from cupyflash.mla import ContextChunk, mla_decode, mla_prefill
 from cupyflash.runtime.arrays import array_module
 
 from .mla_metadata import MLADecode, MLAMetadata, MLAPrefill
