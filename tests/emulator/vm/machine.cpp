@@ -3,6 +3,8 @@
 
 namespace emu {
 
+constexpr uint64_t kPollSteps = 500;  // a look that changes nothing counts as so many instructions without progress
+
 Machine::Machine(const Program& p, const Launch& c) : prog(p), cfg(c), check(c.check) {
   threads = uint32_t(c.block[0] * c.block[1] * c.block[2]);
   warps_per_cta = (threads + 31) / 32;
@@ -143,7 +145,10 @@ void Machine::run_warp(Warp& w) {
       case Step::kNext: w.paths[w.cur].pc++; break;
       case Step::kStay:
       case Step::kJump: break;
-      case Step::kYield: w.paths[w.cur].pc++; return;
+      case Step::kYield:
+        w.paths[w.cur].pc++;
+        w.polled = progress;
+        return;
       case Step::kExit: return;
     }
   }
@@ -152,7 +157,7 @@ void Machine::run_warp(Warp& w) {
 void Machine::run() {
   const size_t size = size_t(cfg.cluster[0] * cfg.cluster[1] * cfg.cluster[2]);
   const size_t resident = std::max<size_t>(size > 1 ? 2 : 1, cfg.resident / size);
-  std::vector<Warp*> ready;
+  std::vector<Warp*> ready, polling;
   size_t turn = 0;
   uint64_t last_progress = 0;
   while (true) {
@@ -166,22 +171,27 @@ void Machine::run() {
     }
     if (clusters.empty()) return;
     ready.clear();
+    polling.clear();
     Cta* with_queue = nullptr;
     for (auto& cluster : clusters)
      for (auto& c : cluster->ctas) {
       if (!c->queue.empty() && (!with_queue || (cfg.seed && random() % 2))) with_queue = c.get();
       for (auto& w : c->warps)
-        if (runnable(*w)) ready.push_back(w.get());
+        if (runnable(*w)) (w->polled == progress ? polling : ready).push_back(w.get());
     }
     if (progress != last_progress) {
       last_progress = progress;
       idle_steps = 0;
     }
-    const bool stuck = ready.empty() || idle_steps > 200000;
+    const bool stuck = ready.empty() || idle_steps > 200000;  // loops that only look may go on for ever
     if (with_queue && (stuck || (eager && random() % eager == 0))) {
       perform(*with_queue, cfg.seed ? random() % with_queue->queue.size() : 0);
       progress++;
       continue;
+    }
+    if (ready.empty()) {  // none but loops that wait: they may be counting
+      std::swap(ready, polling);
+      idle_steps += kPollSteps;
     }
     if (ready.empty()) throw Fault("DEADLOCK: no warp can go on" + census());
     if (int64_t(idle_steps) > cfg.max_idle) throw Fault("NO PROGRESS: warps spin without changing anything" + census());

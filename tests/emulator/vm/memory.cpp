@@ -57,7 +57,7 @@ static Step ld(Warp& w, const Insn& in, uint32_t m) {
       each_lane(m, [&](int l) { get(w, slot, l, value[l] + bytes * i, bytes, in.arg[EXT], in.arg[WIDE]); });
     }
   }
-  return Step::kNext;
+  return strong ? Step::kYield : Step::kNext;  // it may be a loop that waits for another warp
 }
 
 static Step st(Warp& w, const Insn& in, uint32_t m) {
@@ -139,6 +139,7 @@ static Step atom(Warp& w, const Insn& in, uint32_t m) {
   const Scope scope = Scope(a[4]);
   const int32_t* regs = a + 10;
   const int32_t* from = regs + (a[5] ? vec : 0);
+  bool idle = true;
   each_lane(m, [&](int l) {
     const Target t = resolve(w, Space(a[0]), address(w, in, 7, l), bytes * vec, l, true, "atomic");
     if (t.space != kShared && t.space != kGlobal) fail("ATOMIC: neither shared nor global memory");
@@ -161,8 +162,9 @@ static Step atom(Warp& w, const Insn& in, uint32_t m) {
       }
     }
     if (!changed) w.vm->progress = progress;  // a failing compare-and-swap in a spin loop
+    idle &= !changed;
   });
-  return Step::kNext;
+  return idle ? Step::kYield : Step::kNext;
 }
 
 static Step nothing(Warp&, const Insn&, uint32_t) { return Step::kNext; }

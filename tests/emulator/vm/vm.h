@@ -68,6 +68,7 @@ struct Warp {
   size_t cur = 0;
   uint32_t born = 0, live = 0, carry = 0;  // lanes at the start, lanes that have not exited
   bool done = false;
+  uint64_t polled = ~0ull;  // the machine's progress when a loop that waits last looked
 
   // Checker.
   Order base, partial;         // known to all lanes; in addition to those of partial_mask

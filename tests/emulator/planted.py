@@ -1,0 +1,118 @@
+"""Bugs planted in the library's Hopper kernels: patterns in their text, and a case that meets them."""
+
+# ruff: noqa: E501  (a bug a line)
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.runtime.compile import kernel_source
+from cupyflash.runtime.device import use_device
+from cupyflash.testing import Case
+
+from .device import EmulatedDevice
+from .report import EmulatorError
+
+__all__ = ["PLANTED", "Planted"]
+
+
+class _Changed(EmulatedDevice):
+    """A device whose compiler changes one file's text."""
+
+    def __init__(self, bug: Planted) -> None:
+        super().__init__("sm_90a", num_sms=bug.num_sms, max_idle=1_000_000)
+        self.bug, self.changes = bug, 0
+
+    def compile(self, variant: Any) -> Any:
+        if variant.source != self.bug.source or not self.bug.pattern:
+            return super().compile(variant)
+        if variant not in self.kernels:
+            text, options = kernel_source(variant)
+            text, count = re.subn(self.bug.pattern, self.bug.replacement, text)
+            self.changes += count
+            module = self.compile_source(text, options, variant.source)
+            self.kernels[variant] = module.program(variant.symbol)
+        return self.kernels[variant]
+
+
+@dataclass(frozen=True)
+class Planted:
+    """``pattern`` (a regular expression) is replaced; two calls share what they leave behind."""
+
+    name: str
+    source: str
+    pattern: str
+    replacement: str
+    case: Case
+    num_sms: int = 2
+    calls: int = 1
+
+    def device(self) -> EmulatedDevice:
+        return _Changed(self)
+
+    def caught(self, device: EmulatedDevice, seed: int) -> str | None:
+        """What gave the bug away, if anything did; the device keeps its compiled kernels."""
+        device.seed = seed
+        try:
+            with use_device(device):
+                for _ in range(self.calls):
+                    self.case.make().check(flash_attn_varlen_func, fa_version=3)
+        except EmulatorError as e:
+            found = str(e)
+        except AssertionError as e:
+            found = f"wrong output: {e}"
+        else:
+            found = None
+        if self.pattern and not device.changes:  # type: ignore[attr-defined]
+            raise LookupError(f"{self.name}: nothing in {self.source} matches {self.pattern}")
+        return found
+
+
+def _body(function: str) -> str:
+    """The body of an instruction's wrapper."""
+    return rf"(\bvoid {function}\([^)]*\)) \{{[^}}]*\}}"
+
+
+PREFILL, DECODE = "attention_fwd_sm90.cu", "attention_decode_sm90.cu"
+_TILES = Case(lengths=((140, 200),), num_heads_kv=1, group_size=2, head_dim=64, causal=True,
+              q_type="bf16", kv_type="bf16")  # fmt: skip
+_STEP = Case(lengths=((1, 400), (1, 90)), num_heads_kv=2, group_size=2, head_dim=64, page_size=16,
+             causal=True, q_type="bf16", kv_type="bf16")  # fmt: skip
+_LONG = _STEP.replace(lengths=((1, 2500),), num_heads_kv=1, group_size=8)
+_SHARED = _STEP.replace(lengths=((1, 5000),), num_heads_kv=1, group_size=4)  # a merge of many
+
+
+def _wait(barrier: str) -> str:
+    return (
+        rf"(mbarrier_wait\(shared_address\(&[\w.()]*{barrier}\[\w\.slot\]\), \w\.parity)( \^ 1)?\);"
+    )
+
+
+PLANTED = [
+    Planted("prefill: nothing", PREFILL, "", "", _TILES),
+    Planted("prefill: no wait for keys", PREFILL, _wait("key_full"), ";", _TILES),
+    Planted("prefill: keys waited for in the wrong phase", PREFILL, _wait("key_full"), r"\1 ^ 1);", _TILES),
+    Planted("prefill: no wait for values", PREFILL, _wait("value_full"), ";", _TILES),
+    Planted("prefill: no wait for an empty stage of keys", PREFILL, _wait("key_empty"), ";", _TILES),
+    Planted("prefill: too few bytes expected", PREFILL, r"S::kKeyBytes\);", "S::kKeyBytes - 128);", _TILES),
+    Planted("prefill: one key too many is seen", PREFILL, r"at >= high - column", "at > high - column", _TILES),
+    Planted("prefill: stage given back before its products are done", PREFILL, r"mbarrier_init\(shared_address\(&r\.key_empty\[i\]\), kComputeWarps\)", "mbarrier_init(shared_address(&r.key_empty[i]), 1)", _TILES),
+    Planted("prefill: no proxy fence after rows are cleared", PREFILL, _body("fence_async_proxy"), r"\1 {}", _TILES),
+    Planted("prefill: no wait for products", PREFILL, r"wgmma\.wait_group\.sync\.aligned %0;", "", _TILES),
+    Planted("prefill: no fence before products", PREFILL, _body("wgmma_fence"), r"\1 {}", _TILES),
+    Planted("prefill: counter not back to zero", PREFILL, r"atomicInc\((\w\.counter), [^;]*\)\)", r"atomicAdd(\1, 1))", _TILES, calls=2),
+    Planted("decode: nothing", DECODE, "", "", _STEP),
+    Planted("decode: no wait for a tile", DECODE, r"mbarrier_wait\(barrier \+ stage \* 8, parity\);", ";", _STEP),
+    Planted("decode: wrong phase", DECODE, r"(mbarrier_wait\(barrier \+ stage \* 8, parity)\);", r"\1 ^ 1);", _STEP),
+    Planted("decode: too few bytes expected", DECODE, r"panels \* 128\);", "panels * 128 - 128);", _STEP),
+    Planted("decode: no fence after barriers are initialised", DECODE, _body("mbarrier_init_fence"), r"\1 {}", _STEP),
+    Planted("decode: one key too many is seen", DECODE, r"at >= high\) score", "at > high) score", _STEP),
+    Planted("decode: refilled before all lanes have read", DECODE, r"__syncwarp\(\);(\s*ask\(stage\))", r"\1", _LONG),
+    Planted("decode: counter without order", DECODE, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _STEP),
+    Planted("decode: read of the counter without order", DECODE, r"ld\.acquire\.gpu\.global", "ld.relaxed.gpu.global", _SHARED, num_sms=40),
+    Planted("decode: a merge of many without a bug", DECODE, "", "", _SHARED, num_sms=40),
+    Planted("decode: counter not back to zero", DECODE, r"atom\.acq_rel\.gpu\.global\.inc\.u32 %0, \[%1\], %2;", "atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;", _STEP, calls=2),
+]  # fmt: skip
