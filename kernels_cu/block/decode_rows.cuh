@@ -139,7 +139,9 @@ struct DecodeRows {
       const int exponent = kWiden ? widen(p, query[j]) : 0;
       if (signed_scale < 0.f) {
 #pragma unroll
-        for (int n = 0; n < kSteps; ++n) query[j][n][0] ^= 0x80008000u, query[j][n][1] ^= 0x80008000u;
+        for (int n = 0; n < kSteps; ++n) {
+          query[j][n][0] ^= 0x80008000u, query[j][n][1] ^= 0x80008000u;
+        }
       }
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
@@ -214,7 +216,8 @@ struct DecodeRows {
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
-        const int low = p.window_left < 0 ? kv_begin : max(kv_begin, position[j][x] - p.window_left);
+        const int low =
+            p.window_left < 0 ? kv_begin : max(kv_begin, position[j][x] - p.window_left);
         const int high =
             p.window_right < 0 ? kv_end : min(kv_end, position[j][x] + p.window_right + 1);
 #pragma unroll

@@ -1,8 +1,8 @@
 // Which share of a batch a CTA takes, found from the lengths alone.
 //
-// A batch is a line of tiles: so many keys of one request, KV head (or unit of heads) and row block,
-// requests outermost, keys innermost. Span c of the line belongs to CTA c; all spans are as long as
-// each other. A segment is the part of the line that has one request, unit and row block.
+// A batch is a line of tiles: so many keys of one request, KV head (or unit of heads) and row
+// block, requests outermost, keys innermost. Span c of the line belongs to CTA c; all spans are as
+// long as each other. A segment is the part of the line that has one request, unit and row block.
 #pragma once
 
 #include "block/segment.cuh"

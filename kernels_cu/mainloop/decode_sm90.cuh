@@ -33,7 +33,7 @@ struct DecodeLoop {
   const TensorMap *const k_map, *const v_map;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int side_head = warp & ((1 << d.unit_shift) - 1);  // of the heads side by side, the warp's
-  const int step = kDecodeWarps >> d.unit_shift;  // tiles of the span from one of its own to the next
+  const int step = kDecodeWarps >> d.unit_shift;  // tiles from one of its own to the next
   const u32 ring, barrier;
   const int span_end;
   int next, asked = 0;   // the next tile to ask for
