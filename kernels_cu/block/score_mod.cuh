@@ -14,8 +14,8 @@ __device__ __forceinline__ float tanh_near(float x) {
 }
 
 // cap * tanh(score * scale) of one row of a lane. Scores of a model seldom come near the cap, and a
-// polynomial has no exponential. Lanes decide for themselves: the bits of a row do not depend on the
-// rows beside it.
+// polynomial has no exponential. Lanes decide for themselves: the bits of a row do not depend on
+// the rows beside it.
 template <int kTiles>
 __device__ __forceinline__ void cap_row(float (&score)[kTiles][4], int h, float scale, float cap) {
   float largest = 0.f;

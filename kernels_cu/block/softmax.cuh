@@ -28,8 +28,8 @@ struct Rows {
   }
 };
 
-// Weights are exp2(score - shift). Softmax is the same for any shift, so a row keeps that of its first
-// keys, their largest score, until its weights outgrow it: most tiles look for no maximum.
+// Weights are exp2(score - shift). Softmax is the same for any shift, so a row keeps that of its
+// first keys, their largest score, until its weights outgrow it: most tiles look for no maximum.
 template <int kRowTiles>
 struct Softmax {
   float shift[kRowTiles][2];  // finite
@@ -88,7 +88,8 @@ __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows
       // From this lane's first column on: the others are constants then.
       const int low = p.window_left < 0 ? 0 : position - p.window_left - first_column;
       const int high =
-          (p.window_right < 0 ? kv_end : min(kv_end, position + p.window_right + 1)) - first_column;
+          (p.window_right < 0 ? kv_end : min(kv_end, position + p.window_right + 1)) -
+          first_column;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
@@ -101,8 +102,8 @@ __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows
 }
 
 // Gives rows that need one a new shift, the largest score yet: those without, and those of which a
-// lane has seen too large a weight (bits of `outgrown`). What depends on a row alone decides, so its
-// bits do not depend on the rows beside it. `rescale` is what earlier sums are to be multiplied by.
+// lane has seen too large a weight (bits of `outgrown`). What depends on a row alone decides, so
+// its bits do not depend on the rows beside it. `rescale` is what earlier sums are multiplied by.
 template <bool kScaled, bool kNarrow, int kRowTiles, int kTiles, class Exp2>
 __device__ __forceinline__ void shift_rows(const Rows<kNarrow> &rows,
                                            const float (&score)[kRowTiles][kTiles][4],
@@ -139,10 +140,10 @@ __device__ __forceinline__ void shift_rows(const Rows<kNarrow> &rows,
 
 // The largest weight of a row that its products and sums hold with room to spare.
 template <ScalarType kCompute>
-constexpr float kLargestWeight = kCompute == kFp16 ? 32768.f : 1152921504606846976.f;  // 2^15, 2^60
+constexpr float kLargestWeight = kCompute == kFp16 ? 0x1p15f : 0x1p60f;
 
-// Scores become weights, and count. Returns false, and counts nothing, if some row needs a new shift
-// first; unless `shifted`, when they had it. `outgrown` says which, by this lane's columns.
+// Scores become weights, and count. Returns false, and counts nothing, if some row needs a new
+// shift first; unless `shifted`, when they had it. `outgrown` says which, by this lane's columns.
 template <ScalarType kCompute, bool kScaled, bool kNarrow, int kRowTiles, int kTiles, class Exp2>
 __device__ __forceinline__ bool fold_scores(const Rows<kNarrow> &rows,
                                             float (&score)[kRowTiles][kTiles][4],

@@ -118,7 +118,8 @@ struct Forward {
   // scores = queries * keys^T
   __device__ __forceinline__ void score(u32 keys, const Queries &queries, Scores &out) const {
     const u32 lane = new_lane(), queries_at = query_at(lane);
-    const u32 at = keys + tile_offset<kKeyChunks>(first_key + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    const u32 row = first_key + lane % 8 + lane / 16 * 8;
+    const u32 at = keys + tile_offset<kKeyChunks>(row, lane / 8 % 2);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -156,8 +157,8 @@ struct Forward {
     return fp8_to_fp16<V::kCache>(pair & 0xffffu);
   }
 
-  // acc += weights * values; fragments of scores are those of a left operand. Of 8-bit values a lane
-  // gets two neighbours of two keys: column tile 2n has the even columns of 16, 2n + 1 the odd ones.
+  // acc += weights * values; fragments of scores are those of a left operand. Of 8-bit values a
+  // lane gets two neighbours of two keys: column tile 2n has the even ones of 16.
   __device__ __forceinline__ void accumulate(u32 values, const Scores &weight,
                                              Accumulator &acc) const {
     const u32 lane = new_lane();
@@ -232,8 +233,7 @@ struct Forward {
       if (shifts) {
         float rescale[kRowTiles][2];
         shift_rows<V::kScoreMod>(rows, scores, state.softmax, outgrown, rescale, exp2);
-        const bool outgrown_any = __any_sync(0xffffffffu, outgrown != 0);
-        if (outgrown_any) {
+        if (__any_sync(0xffffffffu, outgrown != 0)) {
 #pragma unroll
           for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
@@ -305,8 +305,8 @@ struct Forward {
     }
   }
 
-  // A ring of tiles. The barrier of a tile says that it is there, and that all are done with the one
-  // before, whose place the next copy takes.
+  // A ring of tiles. The barrier of a tile says that it is there, and that all are done with the
+  // one before, whose place the next copy takes.
   __device__ __forceinline__ void run_staged(State &state) const {
     constexpr int kAhead = kStages - 1;
     constexpr bool kPowerOfTwo = (kStages & kAhead) == 0;  // the place follows from the tile
@@ -337,9 +337,10 @@ struct Forward {
       if (!is_idle()) {
 #pragma unroll 1
         for (int key = 0; key < kWarpKeys; key += kStepKeys) {
+          const int first = tile * kKeys + first_key + key;
+          if (key > 0 && first >= s.kv_end) break;
           Scores scores;
-          weigh(tile * kKeys + first_key + key, key_tile(stage) + key * kD * kItem, state,
-                scores);
+          weigh(first, key_tile(stage) + key * kD * kItem, state, scores);
           accumulate(value_tile(stage) + key * kDv * kItem, scores, state.acc);
         }
       }
@@ -351,7 +352,7 @@ struct Forward {
   }
 
   __device__ __forceinline__ bool has(u32 tile) const {
-    return static_cast<int>(tile * kKeys) < s.kv_end;
+    return tile * kKeys < static_cast<u32>(s.kv_end);
   }
 
   __device__ __forceinline__ void issue(u32 tile, u32 stage) const {
@@ -386,8 +387,7 @@ struct Forward {
     }
   }
 
-  __device__ __forceinline__ void finish(Softmax<kRowTiles> &state,
-                                         Accumulator &acc) const {
+  __device__ __forceinline__ void finish(Softmax<kRowTiles> &state, Accumulator &acc) const {
     const float v_scale = value_scale(p, s.request.index, s.kv_head);
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {

@@ -146,8 +146,9 @@ class KeyCopy {
     return p_.v + s_.kv_head * p_.v_head_stride;
   }
   __device__ __forceinline__ bool is_whole(u32 tile) const {
-    const int first = tile * kKeys;
-    return first >= s_.kv_begin && first + kKeys <= s_.kv_end;
+    const u32 first = tile * kKeys;
+    return first >= static_cast<u32>(s_.kv_begin) &&
+           first + kKeys <= static_cast<u32>(s_.kv_end);
   }
   __device__ __forceinline__ bool follow() const {
     return !p_.block_table || p_.page_size % kKeys == 0;
