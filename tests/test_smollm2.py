@@ -192,10 +192,10 @@ def test_padding_changes_no_logit(model: Model, requests: int) -> None:
     for layer in cache.layers:
         layer[...] = rng.standard_normal(layer.shape)
     batch = decode_batch(rng, requests, 40)
+    with np.errstate(all="ignore"):  # padding rows hold whatever their memory held
+        padded = run(batch.padded(8, 64))[:requests]
     # BLAS sums in another order for another number of rows.
-    np.testing.assert_allclose(
-        run(batch.padded(8, 64))[:requests], run(batch), atol=FLOAT32_BOUND, rtol=0
-    )
+    np.testing.assert_allclose(padded, run(batch), atol=FLOAT32_BOUND, rtol=0)
 
 
 def test_graph_sizes_reach_the_largest_batch() -> None:
