@@ -9,14 +9,15 @@ from emulator import emulated
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.testing import Case
+from cupyflash.testing.requests import to_numpy
 
 
-def built(pattern, kind, heads=1):
+def built(pattern, kind, heads=1, xp=np):
     """Scores that take a certain course over the keys; tiles are walked from the last key down."""
     inputs = Case(lengths=((130, 600),), num_heads_kv=heads, head_dim=64, causal=True,
-                  q_type=kind, kv_type=kind).make()  # fmt: skip
+                  q_type=kind, kv_type=kind).make(xp)  # fmt: skip
     args = inputs.args
-    q, k, v = (np.array(args[name], np.float32) for name in "qkv")
+    q, k, v = (to_numpy(args[name]).astype(np.float32) for name in "qkv")
     used, dtype = slice(0, 730), args["q"].dtype
     if pattern == "jump":  # one early key is far above the range of float32 from all later ones
         q[:130], k[used] = 1, k[used] * 0.1
@@ -33,7 +34,7 @@ def built(pattern, kind, heads=1):
         k[5] = 3
         v[used] = np.sign(v[used] + 1e-9) * float(ml_dtypes.finfo(dtype).max) * 0.99
     for name, values in zip("qkv", (q, k, v), strict=True):
-        args[name][...] = values.astype(dtype)
+        args[name][...] = xp.asarray(values.astype(dtype))
     return inputs
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
@@ -46,6 +46,7 @@ _REST_BYTES = 1536  # of shared memory besides the tiles: PrefillShared::Rest
 _LARGEST_WORKSPACE = 1 << 28
 _MOST_SPLITS = 128  # as the combine kernel has it
 _SMALLEST_CHUNK = 512  # keys
+_WAVES = 4  # tiles a multiprocessor, at most, for the sake of splitting
 _L2_SHARE = 32 << 20  # of keys and values that tiles read at the same time
 _MOST_ITEMS = 1 << 31
 
@@ -242,11 +243,27 @@ def make_prefill_plan(
 
 
 def prefill_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
-    """Every launch of the prefill kernel that calls within a problem's bounds may need."""
+    """Every launch of the prefill kernel that calls within a problem's bounds may need.
+
+    Their workspace is enough for any of the calls: smaller ones are split into more pieces.
+    """
     if prefill_refusal(problem, info):
         return []
     plan = make_prefill_plan(problem, info)
-    return [plan.attend, combine_plan(problem, info)]
+    nbytes = max(plan.attend.workspace_bytes, _largest_workspace(problem, info))
+    plans = [plan.attend, combine_plan(problem, info)]
+    return [replace(each, workspace_bytes=nbytes) for each in plans]
+
+
+def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
+    if problem.num_splits == 1 or problem.batch_invariant:
+        return 0
+    tiles = _items(problem, _tile(problem))[0]
+    if problem.num_splits:
+        pieces = tiles * min(problem.num_splits, _MOST_SPLITS)
+    else:
+        pieces = _WAVES * info.num_sms
+    return min(pieces * (TILE_ROWS * (problem.head_dim_v + 1) + 1) * 4, _LARGEST_WORKSPACE)
 
 
 def _visible(problem: AttentionProblem) -> int:
@@ -280,7 +297,7 @@ def _planned_splits(info: DeviceInfo, tiles: int, visible: int) -> int:
     """The fewest pieces that keep the device nearly as busy as any number of them."""
     if tiles >= info.num_sms:
         return 1
-    most = max(1, min(_MOST_SPLITS, visible // _SMALLEST_CHUNK))
+    most = max(1, min(_MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * info.num_sms // tiles))
 
     def busy(count: int) -> float:
         return tiles * count / info.num_sms / -(-tiles * count // info.num_sms)

@@ -1,0 +1,134 @@
+"""The Hopper prefill kernel on a GPU: random cases, repeats, graphs, and the portable kernel."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_emul_attention import bits
+from test_emul_prefill_sm90 import prefill_cases
+from test_emul_prefill_sm90_shift import built
+
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.fa_version import is_fa_version_supported
+from cupyflash.testing import Case
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if not is_fa_version_supported(3):
+        pytest.skip("version 3 needs compute capability 9.0")
+
+
+@settings(max_examples=200)
+@given(case=prefill_cases(most_requests=6), num_splits=st.sampled_from([0, 0, 1, 3, 7]))
+@pytest.mark.parametrize("share", range(12))
+def test_any_case(case, num_splits, share):
+    import cupy
+
+    inputs = case.make(cupy)
+    options = {"num_splits": num_splits, "fa_version": 3}
+    first = inputs.call(flash_attn_varlen_func, **options)
+    inputs.expected().check(*first)
+    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+
+
+LONG = {
+    "causal": Case(lengths=((1100, 900),), num_heads_kv=1, group_size=2, causal=True),
+    "ragged": Case(lengths=tuple((n, n // 3) for n in (900, 17, 128, 0, 500, 129, 3, 64))),
+    "window": Case(lengths=((1500, 0),), window_size=(300, 0), page_size=16),
+    "chunk": Case(lengths=((256, 3000), (130, 2000)), group_size=4, causal=True, page_size=16),
+}
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", LONG)
+def test_long_requests(name, kind, head_dims):
+    """Hopper against the oracle, and no further from the portable kernel than both may be."""
+    import cupy
+
+    case = LONG[name].replace(
+        head_dim=head_dims[0], head_dim_v=head_dims[1], q_type=kind, kv_type=kind
+    )
+    inputs = case.make(cupy)
+    for version in (2, 3):
+        inputs.expected().check(*inputs.call(flash_attn_varlen_func, fa_version=version))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
+@pytest.mark.parametrize("pattern", ["jump", "climb", "edge", "wild", "values"])
+def test_scores_that_outgrow_the_shift(pattern, kind):
+    import cupy
+
+    built(pattern, kind, xp=cupy).check(flash_attn_varlen_func, num_splits=1, fa_version=3)
+
+
+def test_repeats_are_equal_bit_for_bit():
+    import cupy
+
+    case = Case(lengths=((700, 300), (129, 0), (17, 2000)), num_heads_kv=2, group_size=4,
+                causal=True, head_dim=128, q_type="bf16", kv_type="bf16", page_size=16)  # fmt: skip
+    inputs = case.make(cupy)
+    first = bits(inputs.call(flash_attn_varlen_func, fa_version=3))
+    out, lse = (inputs.placed[name].view for name in ("out", "lse"))
+    right_out, right_lse = out.copy(), lse.copy()
+    differs = cupy.zeros((), cupy.bool_)
+    for _ in range(2000):
+        flash_attn_varlen_func(**inputs.args, out=out, lse=lse, fa_version=3)
+        differs |= (out.view(cupy.uint16) != right_out.view(cupy.uint16)).any()
+        differs |= (lse.view(cupy.uint32) != right_lse.view(cupy.uint32)).any()
+    assert not bool(differs)
+    assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == first
+
+
+def test_a_graph_captured_at_short_lengths_is_replayed_at_long_ones():
+    import cupy
+
+    case = Case(lengths=((200, 800), (130, 70), (64, -3)), num_heads_kv=2, group_size=4,
+                page_size=16, head_dim=128, q_type="bf16", kv_type="bf16", causal=True)  # fmt: skip
+    inputs = case.make(cupy)
+    right = inputs.call(flash_attn_varlen_func, fa_version=3)
+    used = inputs.args["seqused_k"].copy()
+    out, lse = (inputs.placed[name].view for name in ("out", "lse"))
+    arguments = {**inputs.args, "out": out, "lse": lse, "fa_version": 3}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        flash_attn_varlen_func(**arguments)
+        inputs.args["seqused_k"][...] = cupy.minimum(used, 64)
+        stream.begin_capture()
+        flash_attn_varlen_func(**arguments)
+        graph = stream.end_capture()
+        inputs.args["seqused_k"][...] = used
+        inputs.placed["out"].buffer.view(cupy.uint8)[...] = 0xFF
+        for _ in range(3):
+            graph.launch(stream)
+        stream.synchronize()
+    rows = sum(case.q_lens)
+    assert out.get()[:rows].tobytes() == right[0][:rows].tobytes()
+    assert lse.get()[:, :rows].tobytes() == right[1][:, :rows].tobytes()
+
+
+def test_pages_past_4_gb():
+    import cupy
+
+    page, heads, dim = 64, 8, 128
+    blocks = (5 << 30) // (page * heads * dim * 2)
+    rng = np.random.default_rng(0)
+    small = rng.standard_normal((4, page, heads, dim)).astype(np.float16)
+    pool = cupy.zeros((blocks, page, heads, dim), cupy.float16)
+    pool[-4:] = cupy.asarray(small)
+    q = cupy.asarray(rng.standard_normal((200, heads, dim)).astype(np.float16))
+    starts, used = cupy.asarray([0, 200], dtype=np.int32), cupy.asarray([256], dtype=np.int32)
+    found = []
+    for cache, first in ((pool, blocks - 4), (cupy.asarray(small), 0)):
+        table = cupy.arange(first, first + 4, dtype=np.int32)[None]
+        found.append(
+            flash_attn_varlen_func(
+                q, cache, cache, 200, starts, 256, seqused_k=used, block_table=table, fa_version=3
+            ).get()
+        )
+    assert bits(found[:1]) == bits(found[1:])

@@ -1,0 +1,87 @@
+"""Plans of the Hopper prefill: tiles, splits, pages, what is left to the portable kernels."""
+
+from __future__ import annotations
+
+import pytest
+
+from cupyflash.bounds import AttentionBounds
+from cupyflash.runtime.device import DeviceInfo
+from cupyflash.runtime.prefill_plan import (
+    make_prefill_plan,
+    prefill_plans,
+    prefill_refusal,
+    prefill_variants,
+)
+
+H200 = DeviceInfo("H200", 0, (9, 0), 132, 227 << 10)
+
+
+def problem_of(**changes):
+    given = {"batch_size": 2, "max_seqlen_q": 4096, "max_seqlen_k": 4096, "num_heads_q": 32,
+             "num_heads_kv": 8, "headdim": 128, "page_size": 16}  # fmt: skip
+    return AttentionBounds(**{**given, **changes}).problem()
+
+
+def plan_of(limit=1 << 28, **changes):
+    return make_prefill_plan(problem_of(**changes), H200, limit)
+
+
+def test_every_variant_fits_the_device():
+    for variant in prefill_variants("sm_90"):
+        assert dict(variant.defines)["SMEM_NBYTES"] <= H200.smem_optin
+    assert not list(prefill_variants("sm_100"))
+
+
+@pytest.mark.parametrize(("page", "box"), [(16, 16), (24, 8), (48, 16), (64, 64), (256, 128)])
+def test_boxes_are_parts_of_a_page_and_of_a_tile(page, box):
+    assert plan_of(page_size=page).box_keys == box
+
+
+def test_packed_keys_come_in_one_box_a_panel():
+    assert plan_of(page_size=None).box_keys == 128
+
+
+@pytest.mark.parametrize(("heads", "pack"), [(8, 1), (32, 4), (24, 1), (48, 2), (64, 8)])
+def test_heads_of_a_group_share_a_tile_as_far_as_rows_divide(heads, pack):
+    assert plan_of(num_heads_q=heads).pack == pack
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [({"page_size": 8}, "page size 8"), ({"page_size": 20}, "page size 20"),
+     ({"kv_dtype": "fp8"}, "16-bit"), ({"softmax_scale": -1.0}, "positive")],
+)  # fmt: skip
+def test_what_is_left_to_other_kernels(changes, word):
+    scale = changes.pop("softmax_scale", None)
+    problem = problem_of(**changes)
+    if scale is not None:
+        from dataclasses import replace
+
+        problem = replace(problem, softmax_scale=scale)
+    assert word in prefill_refusal(problem, H200)
+    assert prefill_plans(problem, H200) == []
+
+
+def test_few_tiles_are_split_and_many_are_not():
+    few = {"batch_size": 1, "max_seqlen_q": 64, "max_seqlen_k": 32768}
+    plan = plan_of(**few)
+    assert plan.combine is not None
+    assert plan.tiling.chunk % 128 == 0
+    assert plan_of().combine is None
+    assert plan_of(num_splits=1, **few).combine is None
+    assert plan_of(batch_invariant=True, **few).combine is None
+
+
+def test_splits_fit_the_workspace_that_is_given():
+    few = {"batch_size": 1, "max_seqlen_q": 64, "max_seqlen_k": 32768}
+    for limit in (10_000, 3_000_000, 1 << 25):
+        assert plan_of(limit, **few).attend.workspace_bytes <= max(limit, 4096)
+
+
+def test_the_workspace_of_bounds_is_enough_for_every_call_within_them():
+    bounds = {"batch_size": 8, "max_seqlen_q": 2048, "max_seqlen_k": 65536}
+    enough = max(p.workspace_bytes for p in prefill_plans(problem_of(**bounds), H200))
+    for batch in (1, 2, 8):
+        for tokens in (17, 64, 300, 2048):
+            smaller = {**bounds, "batch_size": batch, "max_seqlen_q": tokens}
+            assert plan_of(**smaller).attend.workspace_bytes <= enough
