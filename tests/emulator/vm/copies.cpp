@@ -77,7 +77,7 @@ static Step wait_group(Warp& w, const Insn& in, uint32_t m) {
     auto& groups = w.copy_groups[l];
     while (groups.size() > size_t(in.arg[0])) {
       complete_copies(w, l, groups.front());
-      groups.pop_front();
+      groups.erase(groups.begin());
     }
   });
   return Step::kNext;

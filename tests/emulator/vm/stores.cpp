@@ -111,7 +111,7 @@ static Step wait(Warp& w, const Insn& in, uint32_t m) {
     for (size_t i = 0; i + keep < n; i++)
       for (BulkOp& op : groups[i]) land_bulk(w, l, op, !in.arg[1]);
     if (!in.arg[1])
-      while (groups.size() > keep) groups.pop_front();
+      while (groups.size() > keep) groups.erase(groups.begin());
   });
   return Step::kNext;
 }

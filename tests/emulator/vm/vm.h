@@ -85,9 +85,9 @@ struct Warp {
 
   // Asynchronous work.
   std::vector<CopyOp> open_copies[32];
-  std::deque<std::vector<CopyOp>> copy_groups[32];
+  std::vector<std::vector<CopyOp>> copy_groups[32];
   std::vector<BulkOp> open_bulk[32];
-  std::deque<std::vector<BulkOp>> bulk_groups[32];
+  std::vector<std::vector<BulkOp>> bulk_groups[32];
   std::vector<WgmmaOp> open_wgmmas;
   std::deque<std::vector<WgmmaOp>> wgmma_groups;
   std::vector<std::vector<uint32_t>> spare;  // for accumulators that are set aside
