@@ -24,4 +24,4 @@ CASES = [variant for arch in ARCHS for variant in one_of_each(arch)]
 
 @pytest.mark.parametrize("variant", CASES, ids=lambda v: f"{v.symbol}-{v.arch}")
 def test_emul_loads(variant):
-    assert EmulatedDevice(variant.arch).compile(variant).low.code
+    assert EmulatedDevice(variant.arch).compile(variant).image.texts

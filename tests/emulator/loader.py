@@ -7,27 +7,21 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import PurePath
-from typing import Any
 
 import numpy as np
 
+from .image import Image, image_of
 from .library import library
-from .program import SHARED_BASE, Lowering
 from .ptx import Module, Symbol, parse
-from .registers import assign_slots
 
 __all__ = ["LoadedModule", "Program"]
-
-
-def words(values: Any) -> np.ndarray:
-    return np.array(values, np.int64).astype(np.int32, casting="unsafe")
 
 
 @dataclass
 class Program:
     """One kernel, ready to launch."""
 
-    low: Lowering
+    image: Image
     symbol: str
     files: dict[int, str]
     buffers: list[np.ndarray]
@@ -35,40 +29,18 @@ class Program:
     source: str = ""  # the library's file that it was compiled from
 
     def __post_init__(self) -> None:
-        low = self.low
-        file_words = assign_slots(low)
-        code, args = [], []
-        for insn in low.code:
-            defs = uses = 0
-            start = len(args)
-            for i, a in enumerate(insn.args):
-                bit = 1 << min(i, 31)
-                if isinstance(a, tuple):
-                    defs |= bit if a[1] & 2 else 0
-                    uses |= bit if a[1] & 1 else 0
-                    args.append(a[0].slot)
-                else:
-                    args.append(a)
-            pred = insn.pred.slot if insn.pred is not None else -1
-            count = len(insn.args)
-            code += [insn.op, pred, int(insn.negate), insn.flags, count, start, defs, uses]
-        consts = []
-        for (width, value), reg in low.consts.items():
-            kind = {0: 2, 1: 0, 2: 1}[width]
-            consts += [reg.slot, kind, value & 0xFFFFFFFF, value >> 32]
-        specials = [x for number, reg in low.specials.items() for x in (reg.slot, number)]
-        arrays = [words(code), words(args), words(consts), words(specials)]
+        image = self.image
         source: list[int] = []
-        counts = (len(low.code), len(args), len(consts), len(specials))
+        counts = (len(image.texts), len(image.args), len(image.consts), len(image.specials))
+        arrays = (image.code, image.args, image.consts, image.specials)
         for array, count in zip(arrays, counts, strict=True):
             source += [array.ctypes.data, count]
-        static = low.static_end - SHARED_BASE
-        source += [file_words, low.local_bytes, static, low.dynamic_base]
+        source += [image.file_words, image.local_bytes, image.static_smem, image.dynamic_base]
         packed = np.array(source, np.int64)
         self.handle = library().emu_load(ctypes.c_void_p(packed.ctypes.data))
-        self.param_bytes = low.param_bytes
-        self.static_smem = static
-        self.mnemonics = [self._mnemonic(insn.text) for insn in low.code]
+        self.param_bytes = image.param_bytes
+        self.static_smem = image.static_smem
+        self.mnemonics = [self._mnemonic(text) for text in image.texts]
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -82,12 +54,11 @@ class Program:
 
     def where(self, pc: int) -> str:
         """``file.cu:12 (ptx text)`` of an instruction."""
-        if pc >= len(self.low.code):
+        if pc >= len(self.image.texts):
             return f"instruction {pc}"
-        insn = self.low.code[pc]
-        number, line = self.low.lines[insn.line]
+        number, line = self.image.places[pc]
         name = PurePath(self.files.get(number, "?")).name
-        return f"{name}:{line} ({' '.join(insn.text.split())[:90]})"
+        return f"{name}:{line} ({' '.join(self.image.texts[pc].split())[:90]})"
 
     def explain(self, text: str) -> str:
         """A message of the machine, with its @12@ as source lines."""
@@ -133,7 +104,7 @@ class LoadedModule:
 
     def program(self, symbol: str) -> Program:
         if symbol not in self.programs:
-            low = Lowering(self.module, symbol, self.addresses)
+            image = image_of(self.module, symbol, self.addresses, self.ptx)
             files, buffers = self.module.files, self.buffers
-            self.programs[symbol] = Program(low, symbol, files, buffers, self.regions)
+            self.programs[symbol] = Program(image, symbol, files, buffers, self.regions)
         return self.programs[symbol]

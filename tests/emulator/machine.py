@@ -22,7 +22,7 @@ STATS += ["remote_bytes"]
 
 def pack_params(program: Program, args: Sequence[Any]) -> np.ndarray:
     """The parameter buffer: each argument at its declared offset."""
-    offsets = list(program.low.param_offset.values())
+    offsets = program.image.param_offsets
     if len(args) != len(offsets):
         raise TypeError(f"{program.symbol} takes {len(offsets)} parameters, got {len(args)}")
     raw = np.zeros(program.param_bytes + 128, np.uint8)
@@ -31,7 +31,7 @@ def pack_params(program: Program, args: Sequence[Any]) -> np.ndarray:
     ends = [*offsets[1:], program.param_bytes]
     for i, (arg, at, end) in enumerate(zip(args, offsets, ends, strict=True)):
         data = arg.tobytes() if isinstance(arg, np.ndarray | np.generic) else bytes(arg)
-        declared = program.low.param_sizes[i]
+        declared = program.image.param_sizes[i]
         if len(data) != declared:
             raise TypeError(
                 f"parameter {i} of {program.symbol} has {declared} bytes, got {len(data)}"
@@ -71,7 +71,7 @@ def launch(
     """
     params = pack_params(program, args)
     grid3, block3 = ([*map(int, x), 1, 1][:3] for x in (grid, block))
-    declared = program.low.cluster
+    declared = program.image.cluster
     cluster3 = [*map(int, cluster or declared or ()), 1, 1, 1][:3]
     if cluster and declared and tuple(cluster3) != declared:
         raise EmulatorError(f"LAUNCH: clusters of {cluster3}, the kernel declares {declared}")
@@ -82,7 +82,7 @@ def launch(
     entries += [(*r, -1) for r in program.regions]
     entries.sort()
     regions = np.array([e[:3] for e in entries] or [(0, 0, 0)], np.uint64)
-    counts = len(program.low.code)
+    counts = len(program.image.texts)
     hits, conflicts = np.zeros(counts, np.uint64), np.zeros(counts, np.uint64)
     stats = np.zeros(16, np.uint64)
     read, written = (np.zeros(max(len(entries), 1), np.uint64) for _ in range(2))

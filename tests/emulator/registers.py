@@ -98,9 +98,10 @@ def _intervals(flow: _Flow, accesses: list[Any], count: int) -> tuple[list[int],
                     g |= 1 << r
             for r in writes:
                 k |= 1 << r
-            for r in (*reads, *writes):
-                first[r] = min(first[r], i)
-                last[r] = max(last[r], i)
+            for r in (*reads, *writes):  # i only grows
+                if last[r] < 0:
+                    first[r] = i
+                last[r] = i
         gen[b], kill[b] = g, k
     live_in = list(gen)
     live_out = [0] * len(blocks)

@@ -1,0 +1,107 @@
+"""A kernel as the machine takes it, kept on disk: lowering a large kernel takes a second."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .library import cache_folder, library, opcodes
+from .program import SHARED_BASE, Lowering
+from .ptx import Module
+from .registers import assign_slots
+
+__all__ = ["Image", "image_of"]
+
+
+@dataclass
+class Image:
+    """``texts`` and ``places`` (file, line): of each instruction."""
+
+    code: np.ndarray
+    args: np.ndarray
+    consts: np.ndarray
+    specials: np.ndarray
+    file_words: int
+    local_bytes: int
+    static_smem: int
+    dynamic_base: int
+    param_bytes: int
+    param_offsets: list[int]
+    param_sizes: list[int]
+    cluster: tuple[int, ...] | None
+    texts: list[str]
+    places: list[tuple[int, int]]
+
+
+def words(values: Any) -> np.ndarray:
+    return np.array(values, np.int64).astype(np.int32, casting="unsafe")
+
+
+def lower(module: Module, symbol: str, addresses: dict[str, int]) -> Image:
+    low = Lowering(module, symbol, addresses)
+    file_words = assign_slots(low)
+    code, args = [], []
+    for insn in low.code:
+        defs = uses = 0
+        start = len(args)
+        for i, a in enumerate(insn.args):
+            bit = 1 << min(i, 31)
+            if isinstance(a, tuple):
+                defs |= bit if a[1] & 2 else 0
+                uses |= bit if a[1] & 1 else 0
+                args.append(a[0].slot)
+            else:
+                args.append(a)
+        pred = insn.pred.slot if insn.pred is not None else -1
+        count = len(insn.args)
+        code += [insn.op, pred, int(insn.negate), insn.flags, count, start, defs, uses]
+    consts = []
+    for (width, value), reg in low.consts.items():
+        kind = {0: 2, 1: 0, 2: 1}[width]
+        consts += [reg.slot, kind, value & 0xFFFFFFFF, value >> 32]
+    specials = [x for number, reg in low.specials.items() for x in (reg.slot, number)]
+    return Image(
+        *map(words, (code, args, consts, specials)),
+        file_words=file_words,
+        local_bytes=low.local_bytes,
+        static_smem=low.static_end - SHARED_BASE,
+        dynamic_base=low.dynamic_base,
+        param_bytes=low.param_bytes,
+        param_offsets=list(low.param_offset.values()),
+        param_sizes=low.param_sizes,
+        cluster=low.cluster,
+        texts=[insn.text for insn in low.code],
+        places=[low.lines[insn.line] for insn in low.code],
+    )
+
+
+@functools.cache
+def _front_end() -> bytes:
+    """The lowering and the opcode numbers that an image depends on."""
+    digest = hashlib.sha256(repr(opcodes()).encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.digest()
+
+
+def image_of(module: Module, symbol: str, addresses: dict[str, int], ptx: str) -> Image:
+    """From the disk if it is there. Images that hold addresses of variables are not kept."""
+    if addresses:
+        return lower(module, symbol, addresses)
+    library()
+    key = hashlib.sha256(_front_end() + symbol.encode() + ptx.encode()).hexdigest()[:24]
+    kept = cache_folder() / f"{key}.image"
+    if kept.exists():
+        return pickle.loads(kept.read_bytes())
+    image = lower(module, symbol, addresses)
+    partial = kept.with_suffix(f".{os.getpid()}")
+    partial.write_bytes(pickle.dumps(image))
+    os.replace(partial, kept)
+    return image
