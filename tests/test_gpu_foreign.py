@@ -48,7 +48,7 @@ def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit
     right = run(path, args)[0]
     spin = cp.RawKernel(
         'extern "C" __global__ void spin() { long long t = clock64(); while (clock64() - t < '
-        "200000000) {} }",
+        "2000000000) {} }",
         "spin",
     )
     producer, consumer = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
