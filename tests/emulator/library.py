@@ -7,7 +7,10 @@ import fcntl
 import functools
 import hashlib
 import os
+import shlex
+import shutil
 import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +21,17 @@ SOURCES = Path(__file__).resolve().parent / "vm"
 FLAGS = ["-std=c++17", "-O2", "-march=native", "-fPIC", "-Wall", "-Wextra"]
 FLAGS += ["-ffp-contract=off", "-fno-strict-aliasing", "-fno-math-errno", "-fno-trapping-math"]
 PRODUCT_FLAGS = ["-O3", "-ffp-contract=fast"]  # of the tensor cores' sums
+
+
+@functools.cache
+def _compiler() -> tuple[str, ...]:
+    """``CXX``, or the first of the usual names, or the ziglang package."""
+    if chosen := os.environ.get("CXX"):
+        return tuple(shlex.split(chosen))
+    for name in ("g++", "c++", "clang++"):
+        if shutil.which(name):
+            return (name,)
+    return (sys.executable, "-m", "ziglang", "c++")
 
 
 def _cpu() -> str:
@@ -43,24 +57,28 @@ def _build(target: Path) -> None:
             out = f"{scratch}/{source.stem}.o"
             flags = [*FLAGS, *PRODUCT_FLAGS] if source.stem in ("matrix", "wgmma") else FLAGS
             run = subprocess.run(
-                ["g++", *flags, "-c", str(source), "-o", out], capture_output=True, text=True
+                [*_compiler(), *flags, "-c", str(source), "-o", out],
+                capture_output=True,
+                text=True,
             )
             if run.returncode:
-                raise RuntimeError(f"g++ failed on {source.name}:\n{run.stderr[:4000]}")
+                raise RuntimeError(
+                    f"{' '.join(_compiler())} failed on {source.name}:\n{run.stderr[:4000]}"
+                )
             return out
 
         sources = sorted(SOURCES.glob("*.cpp"), key=lambda p: -p.stat().st_size)
         with ThreadPoolExecutor(max(1, os.cpu_count() or 1)) as pool:
             objects = list(pool.map(compile_one, sources))
         partial = f"{scratch}/emulator.so"
-        subprocess.run(["g++", "-shared", "-o", partial, *objects], check=True)
+        subprocess.run([*_compiler(), "-shared", "-o", partial, *objects], check=True)
         os.replace(partial, target)
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The shared library, compiled if this source has not been compiled for this CPU before."""
-    key = hashlib.sha256((" ".join(FLAGS + PRODUCT_FLAGS) + _cpu()).encode())
+    key = hashlib.sha256((" ".join([*_compiler(), *FLAGS, *PRODUCT_FLAGS]) + _cpu()).encode())
     for path in sorted(SOURCES.iterdir()):
         key.update(path.name.encode() + path.read_bytes())
     target = cache_folder() / f"vm-{key.hexdigest()[:20]}.so"
