@@ -129,8 +129,10 @@ def _tiles(
 
     head_dim, step = bucket[0], _step(arch, cache, bucket[0], modified)
     if head_dim > 128:
+        spills = cache.is_fp8 and modified and arch.startswith("sm_8")  # with 64 keys
+        wide = roomy and not spills
         return {
-            "narrow": tile(1, 1, 4, 64, 64, 1, 2, 0) if roomy else tile(1, 1, 4, 32, 32, 2, 2, 0)
+            "narrow": tile(1, 1, 4, 64, 64, 1, 2, 0) if wide else tile(1, 1, 4, 32, 32, 2, 2, 0)
         }
     small = head_dim <= 64 and roomy
     keys = 128 if small else 64
