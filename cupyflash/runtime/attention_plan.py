@@ -11,6 +11,7 @@ from .compile import native_arch
 from .device import DeviceInfo
 from .plan import Plan
 from .problem import AttentionProblem
+from .splits import MOST_SPLITS, fewest_pieces
 
 __all__ = [
     "ATTENTION_PARAMS",
@@ -30,7 +31,6 @@ _DECODE_ROWS = 16  # of a request, for the decode tile
 _SMALLEST_CHUNK = 128
 _EVEN_CHUNK = 4096
 _LARGEST_WORKSPACE = 1 << 28
-_MOST_SPLITS = 128  # as the combine kernel has it
 _WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
 
 
@@ -147,7 +147,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     """Of any call within the bounds."""
     if problem.batch_invariant or problem.num_splits == 1:
         return 0
-    most = min(problem.num_splits or _MOST_SPLITS, _MOST_SPLITS)
+    most = min(problem.num_splits or MOST_SPLITS, MOST_SPLITS)
     tiles = tiles_of(problem, info)
     rows = problem.total_q * problem.num_heads_q
     short = problem.batch * problem.num_heads_kv * _DECODE_ROWS if "decode" in tiles else 0
@@ -233,7 +233,7 @@ def _choose_splits(
         wanted = _planned_splits(info, tile, items, visible)
         if tile.key_warps > 1 and problem.batch > 1 and items < 16 * _resident(tile, info):
             wanted = max(wanted, _even_splits(problem))
-    for count in range(min(wanted, _MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
+    for count in range(min(wanted, MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
         chunk = -(-visible // count // tile.keys) * tile.keys
         splits = _chunks(problem, visible, chunk)
         if splits <= wanted and _partial_bytes(problem, rows, splits) <= workspace_limit:
@@ -256,11 +256,5 @@ def _planned_splits(info: DeviceInfo, tile: Tile, items: int, visible: int) -> i
     resident = _resident(tile, info)
     if items >= 4 * resident:
         return 1
-    most = max(1, min(_MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * resident // items))
-
-    def busy(count: int) -> float:
-        waves = items * count / resident
-        return waves / -(-items * count // resident)
-
-    best = max(busy(count) for count in range(1, most + 1))
-    return next(count for count in range(1, most + 1) if busy(count) >= 0.85 * best)
+    most = min(MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * resident // items)
+    return fewest_pieces(items, resident, most)

@@ -13,13 +13,13 @@ from .device import Device
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
+from .tensor_map import rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
 
 _UINT8, _UINT16 = 0, 1  # CUtensorMapDataType
 _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL = 3, 0, 0
-_LARGEST_STRIDE = 1 << 40
 _MOST_MAPS = 1024
 _LARGEST_PREFETCH = 1 << 20  # bytes of a block table
 _TILING = Tiling(0, 0, 0, 0)
@@ -96,18 +96,7 @@ def layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
     pair = 2 * arrays.q[1].itemsize
     if (starts[0] | arrays.q[2][0] | arrays.q[2][1]) % pair:
         return f"q: rows do not start at multiples of {pair} bytes"
-    for name, (shape, _, strides), start in (
-        ("k", arrays.k, starts[1]),
-        ("v", arrays.v, starts[2]),
-    ):
-        if 0 in shape:
-            return f"{name} is empty"
-        steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
-        if start % 16 or any(s % 16 for s in steps):
-            return f"{name}: rows do not start at multiples of 16 bytes"
-        if any(not 0 < s < _LARGEST_STRIDE for s in steps):
-            return f"{name}: strides {strides} are not between 0 and 2^40"
-    return ""
+    return rows_refusal("k", arrays.k, starts[1]) or rows_refusal("v", arrays.v, starts[2])
 
 
 def _map_of(spec: Any, panels: int, box_rows: int, whole: bool) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from .launch import launch, stream_handle
 from .layout import Layout
 from .mla_plan import LATENT_PARAMS, MlaPlan, make_mla_plan, mla_box_keys
 from .params import KernelArgs
+from .tensor_map import rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["attend_latent"]
@@ -20,7 +21,6 @@ __all__ = ["attend_latent"]
 _WIDE = 16
 _UINT16 = 1  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_128B, _ZERO_FILL = 3, 2, 0
-_LARGEST_STRIDE = 1 << 40
 
 
 def attend_latent(call: Call, workspace: Any, stream: Any, hopper: bool = False) -> tuple[Any, Any]:
@@ -70,15 +70,8 @@ def _has_boxes(layout: Layout) -> bool:
     found = layout.kept.get("latent boxes")
     if found is None:
         arrays = AttentionArrays(*layout.specs)
-        steps = [
-            s
-            for shape, _, strides in (arrays.k, arrays.v)
-            for n, s in zip(shape[:-1], strides[:-1], strict=True)
-            if n > 1
-        ]
-        empty = any(0 in spec[0] for spec in (arrays.k, arrays.v))
-        fits = all(s % _WIDE == 0 and 0 < s < _LARGEST_STRIDE for s in steps)
-        found = layout.keep("latent boxes", lambda: fits and not empty)
+        refused = rows_refusal("k", arrays.k, 0) or rows_refusal("v", arrays.v, 0)
+        found = layout.keep("latent boxes", lambda: not refused)
     return bool(found)
 
 

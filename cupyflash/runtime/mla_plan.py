@@ -15,6 +15,7 @@ from .dtypes import BF16, FP16, ScalarType
 from .params import ParamsLayout
 from .plan import Plan
 from .problem import AttentionProblem
+from .splits import MOST_SPLITS, fewest_pieces
 from .variant import Variant
 
 __all__ = [
@@ -42,7 +43,6 @@ _WGMMA_REST_BYTES = 64 * (128 + 32) + 12 * 8 + 3 * 64 * 4 + 64  # besides its st
 _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
 _SMALLEST_CHUNK = 256  # keys: below it, partial results outweigh them
 _LARGEST_WORKSPACE = 1 << 28
-_MOST_SPLITS = 128  # as the combine kernel has it
 _WAVES = 4  # blocks a multiprocessor, at most, for the sake of splitting
 _LARGE, _MEDIUM, _SMALL = 227 << 10, 163 << 10, 99 << 10  # shared memory of a block
 _SHARED_BYTES = dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), _LARGE)
@@ -206,7 +206,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     """Of any call within the bounds: planned splits end where the device is full a few times."""
     if problem.batch_invariant or problem.num_splits == 1:
         return 0
-    most = min(problem.num_splits or _MOST_SPLITS, _MOST_SPLITS)
+    most = min(problem.num_splits or MOST_SPLITS, MOST_SPLITS)
     rows = problem.total_q * problem.num_heads_q * most
     if not problem.num_splits:
         rows = min(rows, _WAVES * info.num_sms * _WGMMA_TILE.rows)
@@ -239,7 +239,7 @@ def _choose_chunk(
         return NEVER_SPLIT, 1
     if not wanted:
         wanted = _planned_splits(info, items, visible)
-    for count in range(min(wanted, _MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
+    for count in range(min(wanted, MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
         chunk = -(-visible // count // tile.keys) * tile.keys
         # Chunks lie at multiples of their size, so a window may touch one more.
         touched = min(-(-problem.max_seqlen_k // chunk), (visible + chunk - 2) // chunk + 1)
@@ -259,12 +259,5 @@ def _visible(problem: AttentionProblem, rows: int) -> int:
 
 def _planned_splits(info: DeviceInfo, items: int, visible: int) -> int:
     """The fewest pieces that keep the device nearly as busy as any number of them."""
-    most = min(_MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * info.num_sms // items)
-    counts = range(1, max(1, most) + 1)
-
-    def busy(count: int) -> float:
-        waves = items * count / info.num_sms
-        return waves / -(-items * count // info.num_sms)
-
-    best = max(map(busy, counts))
-    return next(count for count in counts if busy(count) >= 0.85 * best)
+    most = min(MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * info.num_sms // items)
+    return fewest_pieces(items, info.num_sms, most)

@@ -12,13 +12,13 @@ from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
 from .prefill_plan import PREFILL_PARAMS, TILE_ROWS, PrefillPlan
+from .tensor_map import rows_refusal
 from .workspace import COUNTERS, scratch_of
 
 __all__ = ["attend_prefill", "prefill_layout_refusal"]
 
 _UINT16 = 1  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B, _ZERO_FILL = 3, 2, 3, 0
-_LARGEST_STRIDE = 1 << 40
 _WIDE = 16
 
 Map = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # shape, strides, box
@@ -36,16 +36,9 @@ def prefill_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
     arrays = AttentionArrays(*layout.specs)
     named = (("q", arrays.q), ("k", arrays.k), ("v", arrays.v), ("out", arrays.out))
     for (name, spec), start in zip(named, starts, strict=True):
-        if spec is None:
-            continue
-        shape, _, strides = spec
-        if 0 in shape:
-            return f"{name} is empty"
-        steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
-        if start % _WIDE or any(s % _WIDE for s in steps):
-            return f"{name}: rows do not start at multiples of {_WIDE} bytes"
-        if any(not 0 < s < _LARGEST_STRIDE for s in steps):
-            return f"{name}: strides {strides} are not between 0 and 2^40"
+        refused = "" if spec is None else rows_refusal(name, spec, start)
+        if refused:
+            return refused
     return ""
 
 

@@ -14,6 +14,7 @@ from .dtypes import BF16, FP16, ScalarType
 from .params import ParamsLayout
 from .plan import Plan
 from .problem import AttentionProblem
+from .splits import MOST_SPLITS, fewest_pieces
 from .variant import Variant
 
 __all__ = [
@@ -44,7 +45,6 @@ _THREADS = 384
 _ALIGNMENT = 1024
 _REST_BYTES = 1536  # of shared memory besides the tiles: PrefillShared::Rest
 _LARGEST_WORKSPACE = 1 << 28
-_MOST_SPLITS = 128  # as the combine kernel has it
 _SMALLEST_CHUNK = 512  # keys
 _WAVES = 4  # tiles a multiprocessor, at most, for the sake of splitting
 _L2_SHARE = 32 << 20  # of keys and values that tiles read at the same time
@@ -172,7 +172,7 @@ def prefill_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
     page = problem.page_size
     if page is not None and _box_keys(problem) % 8:
         return f"page size {page}: it takes multiples of 8, from 16"
-    if _items(problem, _tile(problem))[0] * _MOST_SPLITS >= _MOST_ITEMS:
+    if _items(problem, _tile(problem))[0] * MOST_SPLITS >= _MOST_ITEMS:
         return "there are more than 2^24 tiles"
     return ""
 
@@ -260,7 +260,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
         return 0
     tiles = _items(problem, _tile(problem))[0]
     if problem.num_splits:
-        pieces = tiles * min(problem.num_splits, _MOST_SPLITS)
+        pieces = tiles * min(problem.num_splits, MOST_SPLITS)
     else:
         pieces = _WAVES * info.num_sms
     return min(pieces * (TILE_ROWS * (problem.head_dim_v + 1) + 1) * 4, _LARGEST_WORKSPACE)
@@ -284,7 +284,7 @@ def _choose_splits(
     if wanted == 0:
         wanted = _planned_splits(info, tiles, visible)
     row_bytes = problem.total_q * problem.num_heads_q * (problem.head_dim_v + 1) * 4
-    for count in range(min(wanted, _MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
+    for count in range(min(wanted, MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
         chunk = -(-visible // count // tile.keys) * tile.keys
         # Chunks lie at multiples of their size.
         splits = min(-(-problem.max_seqlen_k // chunk), (visible + chunk - 2) // chunk + 1)
@@ -297,10 +297,5 @@ def _planned_splits(info: DeviceInfo, tiles: int, visible: int) -> int:
     """The fewest pieces that keep the device nearly as busy as any number of them."""
     if tiles >= info.num_sms:
         return 1
-    most = max(1, min(_MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * info.num_sms // tiles))
-
-    def busy(count: int) -> float:
-        return tiles * count / info.num_sms / -(-tiles * count // info.num_sms)
-
-    best = max(busy(count) for count in range(1, most + 1))
-    return next(count for count in range(1, most + 1) if busy(count) >= 0.85 * best)
+    most = min(MOST_SPLITS, visible // _SMALLEST_CHUNK, _WAVES * info.num_sms // tiles)
+    return fewest_pieces(tiles, info.num_sms, most)

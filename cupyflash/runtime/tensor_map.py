@@ -8,10 +8,34 @@ from typing import Any
 
 from .driver import driver_function
 
-__all__ = ["encode_tensor_map"]
+__all__ = ["encode_tensor_map", "rows_refusal"]
 
 _NBYTES = 128
 _ALIGNMENT = 64
+_LARGEST_STRIDE = 1 << 40
+_WIDE = 16
+
+
+def rows_refusal(name: str, spec: Any, start: int) -> str:
+    """Why TMA cannot read the rows of an array; empty where it can.
+
+    Parameters
+    ----------
+    name : str
+    spec : tuple
+        Shape, dtype and strides in bytes.
+    start : int
+        Address, or what it leaves over multiples of 16.
+    """
+    shape, _, strides = spec
+    if 0 in shape:
+        return f"{name} is empty"
+    steps = [s for n, s in zip(shape[:-1], strides[:-1], strict=True) if n > 1]
+    if start % _WIDE or any(s % _WIDE for s in steps):
+        return f"{name}: rows do not start at multiples of {_WIDE} bytes"
+    if any(not 0 < s < _LARGEST_STRIDE for s in steps):
+        return f"{name}: strides {strides} are not between 0 and 2^40"
+    return ""
 
 
 @lru_cache(maxsize=4096)
