@@ -81,9 +81,10 @@ class Rank:
         difference = out.astype(np.float32) - self.heads_of(right, self.group.rank).astype("f4")
         return float(self.xp.abs(difference).max())
 
-    def heads_of(self, x: Any, rank: int) -> Any:
-        """Of all query heads those of a rank: an equal part of every KV head's group."""
-        parts = x.reshape(len(x), KV_HEADS, self.group.size, -1, DIM)
+    def heads_of(self, x: Any, rank: int, heads: str = "groups") -> Any:
+        """Of all query heads those of a rank: a part of every KV head's group, or a block."""
+        kv_heads = KV_HEADS if heads == "groups" else 1
+        parts = x.reshape(len(x), kv_heads, self.group.size, -1, DIM)
         return self.xp.ascontiguousarray(parts[:, :, rank]).reshape(len(x), -1, DIM)
 
     def attend(self, q: Any, k: Any, v: Any, count: int, context: np.ndarray) -> Any:
@@ -171,33 +172,45 @@ def captured(group: Any, xp: Any, call: Callable[[], Any]) -> Callable[[], float
 
 def bench(group: Any, xp: Any, say: Callable[[str], None]) -> None:
     """Decode steps on all ranks beside one GPU with all heads and keys."""
-    say(f"{'requests x keys':>18}  one GPU  {group.size} GPUs  speed-up  off by  same bits twice")
+    say(
+        f"{'requests x keys':>18}  {'heads':>6}  one GPU  {group.size} GPUs  speed-up  off by  "
+        "same bits twice"
+    )
     for requests, length in BENCH:
         rank = Rank(group, xp, requests, length + BLOCK * group.size)
         rank.fill(length)
-        q, k, v = (rank.normal(requests, n, DIM) for n in (rank.heads, KV_HEADS, KV_HEADS))
-        mine = rank.heads_of(q, group.rank)
-        context = rank.lengths.copy()
-        rank.write(k, v, 1, context)
-        rank.lengths += 1
-        arguments = rank.attend_arguments(mine, k, v, 1, context)
-        together = captured(group, xp, lambda a=arguments: context_parallel_attention(**a)[0])
-        alone_arguments = rank.alone_arguments(q, 1)
-        alone = captured(group, xp, lambda a=alone_arguments: flash_attn_varlen_func(**a))
-        times: dict[str, list[float]] = {"one": [], "all": []}
-        for _ in range(9):
+        for heads in ("groups", "blocks") if KV_HEADS % group.size == 0 else ("groups",):
+            say(bench_line(rank, requests, length, heads))
+
+
+def bench_line(rank: Rank, requests: int, length: int, heads: str) -> str:
+    """One case: times of captured steps that take turns, and what the results differ by."""
+    group, xp = rank.group, rank.xp
+    rank.lengths[:] = length
+    q, k, v = (rank.normal(requests, n, DIM) for n in (rank.heads, KV_HEADS, KV_HEADS))
+    context = rank.lengths.copy()
+    rank.write(k, v, 1, context)
+    rank.lengths += 1
+    arguments = rank.attend_arguments(rank.heads_of(q, group.rank, heads), k, v, 1, context)
+    arguments["heads"] = heads
+    alone = rank.alone_arguments(q, 1)
+    times: dict[str, list[float]] = {"one": [], "all": []}
+    replays = {
+        "all": captured(group, xp, lambda: context_parallel_attention(**arguments)[0]),
+        "one": captured(group, xp, lambda: flash_attn_varlen_func(**alone)),
+    }
+    for _ in range(9):
+        for name, replay in replays.items():
             group.agree("a round", b"")  # all ranks start together
-            times["all"].append(together())
-            group.agree("a round", b"")
-            times["one"].append(alone())
-            time.sleep(0.02)
-        one, all_ = (statistics.median(times[name][2:]) for name in ("one", "all"))
-        found = [context_parallel_attention(**arguments)[0] for _ in range(2)]
-        right = rank.heads_of(flash_attn_varlen_func(**alone_arguments), group.rank)
-        off = float(xp.abs(found[0].astype(np.float32) - right.astype(np.float32)).max())
-        same = found[0].tobytes() == found[1].tobytes()
-        name = f"{requests} x {length}"
-        say(f"{name:>18}  {one:7.1f}  {all_:6.1f}  {one / all_:8.2f}  {off:.4f}  {same}")
+            times[name].append(replay())
+        time.sleep(0.02)
+    one, all_ = (statistics.median(times[name][2:]) for name in ("one", "all"))
+    found = [context_parallel_attention(**arguments)[0] for _ in range(2)]
+    right = rank.heads_of(flash_attn_varlen_func(**alone), group.rank, heads)
+    off = float(xp.abs(found[0].astype(np.float32) - right.astype(np.float32)).max())
+    same = found[0].tobytes() == found[1].tobytes()
+    name = f"{requests} x {length}"
+    return f"{name:>18}  {heads:>6}  {one:7.1f}  {all_:6.1f}  {one / all_:8.2f}  {off:.4f}  {same}"
 
 
 def run(group: Any, timed: bool) -> None:

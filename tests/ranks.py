@@ -33,6 +33,7 @@ class Case:
     sink: bool = False
     combine: str = "a2a"
     padding: int = 0  # rows of no request
+    heads: str = "groups"
     seed: int = 0
 
     def sharding(self, size: int) -> Sharding:
@@ -73,6 +74,13 @@ class Step:
         sinks = rng.standard_normal(heads).astype(np.float32) if case.sink else None
         return round_to(q, DTYPES[case.dtype]), sinks
 
+    def seen_kv_heads(self, rank: int) -> slice:
+        """The KV heads of a rank's query heads."""
+        if self.case.heads == "groups":
+            return slice(None)
+        each = self.case.num_kv_heads // self.size
+        return slice(rank * each, (rank + 1) * each)
+
     def new(self, operand: list[np.ndarray]) -> np.ndarray:
         """Keys or values of the new tokens; NaN in padding rows."""
         rows = np.concatenate([own[n:] for own, n in zip(operand, self.context, strict=True)])
@@ -108,7 +116,7 @@ class Step:
             "context_lens": local,
             "max_context_len": sharding.max_local_length(max(self.context)),
             "block_table": self.table, "softmax_scale": SCALE, "causal": case.causal,
-            "softcap": case.softcap, "s_aux": sinks, "combine": case.combine,
+            "softcap": case.softcap, "s_aux": sinks, "combine": case.combine, "heads": case.heads,
         }  # fmt: skip
         if self.fp8:
             args.update(k_descale=float(self.scales[0]), v_descale=float(self.scales[1]))
@@ -137,7 +145,8 @@ class Step:
         """The answer of one pass; the error that as many passes as ranks and one may make."""
         case, rows = self.case, sum(self.q_lens)
         q, sinks = self.own(rank)
-        keys, values = self.stored()
+        seen = self.seen_kv_heads(rank)
+        keys, values = ([own[:, seen] for own in operand] for operand in self.stored())
         lens = [len(own) for own in keys]
         shared = {
             "softmax_scale": SCALE, "softcap": case.softcap, "cu_seqlens_q": starts(self.q_lens),
@@ -156,7 +165,7 @@ class Step:
             ]
             own_starts = starts([len(own_rows) for own_rows in kept])
             parts.append(expect_attention(q[:rows], *part, cu_seqlens_k=own_starts, **shared))
-        new = [self.new(operand)[:rows] for operand in (self.keys, self.values)]
+        new = [self.new(operand)[:rows, seen] for operand in (self.keys, self.values)]
         parts.append(
             expect_attention(
                 q[:rows], *new, cu_seqlens_k=starts(self.q_lens), causal=case.causal, s_aux=sinks,

@@ -10,6 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import Case, Step, run_emulated, run_step, run_steps
 
+from cupyflash.distributed import RankLostError
 from cupyflash.distributed.local import run_processes, run_threads
 
 SIZES = (1, 2, 3, 4, 8)  # as processes; threads go further
@@ -23,7 +24,8 @@ def check(case, size, results):
 
 
 @st.composite
-def drawn(draw):
+def drawn(draw, size=None):
+    """Any step; with blocks of heads for ``size`` ranks if that is given."""
     lengths = draw(
         st.lists(st.tuples(st.integers(0, 9), st.integers(0, 90)), min_size=1, max_size=4)
     )
@@ -31,7 +33,7 @@ def drawn(draw):
     block_size = draw(st.sampled_from([4, 16]))
     return Case(
         tuple(lengths),
-        num_kv_heads=draw(st.sampled_from([1, 2])),
+        num_kv_heads=draw(st.sampled_from([1, 2])) * (size or 1),
         group_size=draw(st.sampled_from([1, 3])),
         block_size=block_size,
         interleave=draw(st.sampled_from([1, 2, 4, block_size])),
@@ -43,6 +45,7 @@ def drawn(draw):
         combine=draw(st.sampled_from(["a2a", "ag_rs"])),
         padding=draw(st.integers(0, 2)),
         seed=draw(st.integers(0, 999)),
+        heads="groups" if size is None else "blocks",
     )
 
 
@@ -52,10 +55,28 @@ def test_any_step_on_ranks_is_one_pass(case, size):
     check(case, size, run_threads(run_step, size, case))
 
 
+@settings(max_examples=20)
+@given(data=st.data(), size=st.sampled_from([1, 2, 3, 4]))
+def test_ranks_with_blocks_of_heads(data, size):
+    case = data.draw(drawn(size))
+    assume(sum(q for q, _ in case.lengths))
+    check(case, size, run_threads(run_step, size, case))
+
+
+def test_heads_that_cannot_be_dealt():
+    for case, words in (
+        (Case(num_kv_heads=2, heads="blocks"), "2 KV heads over 3 ranks"),
+        (Case(heads="any"), "use 'groups' or 'blocks'"),
+    ):
+        with pytest.raises(RankLostError, match=words):
+            run_threads(run_step, 3, case)
+
+
 LITERAL = [
     Case(interleave=every, combine=combine, dtype=dtype, sink=True, num_kv_heads=2, padding=1)
     for every, combine, dtype in ((1, "a2a", "fp32"), (4, "ag_rs", "bf16"), (16, "a2a", "fp16"))
 ]
+LITERAL.append(Case(interleave=2, dtype="bf16", sink=True, num_kv_heads=24, heads="blocks"))
 # One token of context: every rank but one has an empty share.
 LITERAL.append(Case(((1, 1), (2, 3), (1, 0)), sink=True))
 
@@ -76,6 +97,7 @@ def test_ranks_over_the_real_kernels(arch):
             padding=1,
         ),
         Case(((2, 20), (1, 0)), head_dim=64, dtype="bf16", kv_cache_dtype="fp8", combine="ag_rs"),
+        Case(((1, 20),), num_kv_heads=2, head_dim=64, dtype="bf16", heads="blocks"),
     ]  # fmt: skip
     results = run_processes(run_emulated, 2, cases, arch, timeout=120.0)
     for case, found in zip(cases, zip(*results, strict=True), strict=True):

@@ -45,6 +45,7 @@ def context_parallel_attention(
     num_splits: int = 0,
     batch_invariant: bool = False,
     combine: str = "a2a",
+    heads: str = "groups",
 ) -> tuple[Array, Array]:
     """Each request's new tokens over its context, dealt over ranks, and over themselves.
 
@@ -83,6 +84,10 @@ def context_parallel_attention(
     batch_invariant : bool
     combine : {"a2a", "ag_rs"}
         See `combine_states`.
+    heads : {"groups", "blocks"}
+        Which query heads a rank has: an equal part of every KV head's group, or all heads of
+        ``Hk / size`` KV heads, rank after rank, as column-parallel projections deal them. Blocks
+        need no sorting of heads in a step of one token; k and v have all KV heads either way.
 
     Returns
     -------
@@ -93,17 +98,21 @@ def context_parallel_attention(
     Raises
     ------
     TypeError, ValueError, NotImplementedError
-        As `flash_attn_varlen_func`, or ``combine``.
+        As `flash_attn_varlen_func`, ``combine``, or ``heads``.
     """
-    xp, (tokens, heads, _) = array_module(q), q.shape
+    xp, (tokens, num_heads, _) = array_module(q), q.shape
     shared: dict[str, Any] = {
         "softmax_scale": softmax_scale, "softcap": softcap, "batch_invariant": batch_invariant,
     }  # fmt: skip
     if out is None:
         out = xp.empty((*q.shape[:2], v.shape[-1]), q.dtype)
-    lse = xp.empty((heads, tokens), np.float32)
+    lse = xp.empty((num_heads, tokens), np.float32)
     ranks, kv_heads = group.size, key_cache.shape[2]
-    context_lse = xp.empty((ranks * heads, tokens), np.float32)
+    if heads == "blocks":
+        k, v, kv_heads = *_own_kv_heads(group, k, v), 1
+    elif heads != "groups":
+        raise ValueError(f"heads={heads!r}; use 'groups' or 'blocks'")
+    context_lse = xp.empty((ranks * num_heads, tokens), np.float32)
 
     def new_tokens() -> None:
         # Padding rows: a finite LSE here and none there let them pass through the merge.
@@ -134,3 +143,15 @@ def context_parallel_attention(
     own, own_lse = combine_states(group, context, context_lse, kv_heads, combine)
     merge_attn_states(out, own, own_lse, out, lse, lse)
     return out, lse
+
+
+def _own_kv_heads(group: Communicator, k: Array, v: Array) -> tuple[Array, Array]:
+    """Of the new tokens what this rank's block of query heads sees."""
+    each, rest = divmod(k.shape[1], group.size)
+    if rest:
+        raise ValueError(
+            f"heads='blocks': {k.shape[1]} KV heads over {group.size} ranks; a rank must have all "
+            "query heads of as many KV heads as the others, or use heads='groups'"
+        )
+    own = slice(group.rank * each, (group.rank + 1) * each)
+    return k[:, own], v[:, own]

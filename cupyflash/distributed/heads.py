@@ -2,7 +2,9 @@
 
 A rank has ``Hq`` query heads over ``Hk`` KV heads, ``g = Hq / Hk`` each; all ranks have the same KV
 heads. Gathered, head ``(kv head, rank, j)`` stands at ``(kv * ranks + rank) * g + j``, so the usual
-rule of grouped heads holds for all ``ranks * Hq`` of them.
+rule of grouped heads holds for all ``ranks * Hq`` of them. Where a rank has all heads of some KV
+heads instead, they stand in order already: that is ``num_kv_heads=1`` here, and of one token
+nothing is moved.
 """
 
 from __future__ import annotations
