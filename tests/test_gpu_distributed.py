@@ -115,5 +115,7 @@ def test_ranks_that_disagree_or_do_not_come(function, error):
     start = time.monotonic()
     with pytest.raises(RankLostError) as caught:
         spawn(function, 2, timeout=20.0)
-    assert [outcome.error for outcome in caught.value.outcomes] == [error] * 2
+    errors = [outcome.error for outcome in caught.value.outcomes]
+    assert all(errors)
+    assert error in errors
     assert time.monotonic() - start < 60
