@@ -22,6 +22,7 @@ from cupyflash.testing import expect_merge, write_oracle
 
 ROOT = Path(__file__).parents[1]
 MERGE = "merge_attn_states_fp32_fp32"
+HOPPER = "attention_decode_sm90_bf16_bf16_d64_r8"
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
@@ -29,7 +30,7 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 def exported(tmp_path_factory):
     pytest.importorskip("cupy")
     folder = tmp_path_factory.mktemp("kernels")
-    only = f"{MERGE},reshape_and_cache_bf16_bf16,attention_fwd_sm80_bf16_bf16_d64_m64"
+    only = f"{MERGE},reshape_and_cache_bf16_bf16,attention_fwd_sm80_bf16_bf16_d64_m64,{HOPPER}"
     assert main(["precompile", "--arch", "sm_90a", "--only", only, "--out", str(folder)]) == 0
     return folder
 
@@ -37,7 +38,8 @@ def exported(tmp_path_factory):
 def test_each_kernel_has_a_cubin_and_a_description(exported):
     index = json.loads((exported / "kernels.json").read_text())
     assert index["cupyflash"] == cupyflash.__version__
-    assert set(index["kernels"]) == {
+    assert HOPPER in index["kernels"]
+    assert {name for name in index["kernels"] if not name.startswith(HOPPER)} == {
         MERGE, "reshape_and_cache_bf16_bf16", "attention_fwd_sm80_bf16_bf16_d64_m64",
         "attention_fwd_sm80_bf16_bf16_d64_m64_mod",
     }  # fmt: skip
@@ -82,12 +84,13 @@ def test_what_cannot_be_is_said(options, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_every_kernel_of_a_source_is_described():
-    variants = [v for v in all_variants("sm_90") if v.source in DESCRIPTIONS]
-    assert {v.source for v in variants} == set(DESCRIPTIONS)
+def test_every_kernel_is_described():
+    variants = all_variants("sm_90")
+    assert set(DESCRIPTIONS) < {v.source for v in variants}
     for variant in variants:
-        found = described(variant, "file")
-        assert found["params"]["nbytes"] == dict(variant.defines)["PARAMS_NBYTES"]
+        found = described(variant, "file")["params"]
+        first = found if variant.source in DESCRIPTIONS else found[0]
+        assert first["nbytes"] == dict(variant.defines)["PARAMS_NBYTES"]
 
 
 def rule(text, names):
@@ -242,9 +245,10 @@ def test_the_c_example_compiles_with_cudas_own_header(exported, tmp_path):
 def test_the_struct_in_the_header_is_laid_out_as_described(exported, tmp_path):
     lines = ["#include <stddef.h>", '#include "cupyflash_kernels.h"']
     for name in json.loads((exported / "kernels.json").read_text())["kernels"].values():
-        params = json.loads((exported / name).read_text())["params"]
+        found = json.loads((exported / name).read_text())["params"]
         lines += [
             f'_Static_assert(offsetof({params["struct"]}, {f["name"]}) == {f["offset"]}, "");'
+            for params in (found if isinstance(found, list) else [found])
             for f in params["fields"]
         ]
     source = tmp_path / "offsets.c"

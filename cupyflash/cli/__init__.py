@@ -1,4 +1,4 @@
-"""Command line: ``python -m cupyflash info | bench | precompile | cache | check | explain``."""
+"""Command line: ``python -m cupyflash info | bench | precompile | cache | check | ...``."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Sequence
 
 from cupyflash.runtime.errors import CompileError
 
-from . import bench, cache, check, explain, info, precompile
+from . import bench, cache, check, explain, export, info, precompile
 from .terminal import CommandError
 
 __all__ = ["main"]
 
-_COMMANDS = (info, bench, precompile, cache, check, explain)
+_COMMANDS = (info, bench, precompile, cache, check, explain, export)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

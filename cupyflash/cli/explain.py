@@ -6,28 +6,13 @@ import argparse
 from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
-
 import cupyflash
-from cupyflash.fa_version import current_capability
-from cupyflash.runtime.cupy_import import load_cupy
 from cupyflash.runtime.device import DeviceInfo, use_device
-from cupyflash.runtime.dtypes import parse_scalar_type
 
+from .call_options import GPUS, add_call_options, call_arguments, gpu_of
 from .terminal import CommandError
 
 __all__ = ["add", "run"]
-
-# Multiprocessors and KiB of shared memory a block can have.
-_GPUS = {
-    "a100": DeviceInfo("NVIDIA A100", 0, (8, 0), 108, 163 << 10, 40 << 20),
-    "a10": DeviceInfo("NVIDIA A10", 0, (8, 6), 72, 99 << 10, 6 << 20),
-    "l40s": DeviceInfo("NVIDIA L40S", 0, (8, 9), 142, 99 << 10, 96 << 20),
-    "h100": DeviceInfo("NVIDIA H100", 0, (9, 0), 132, 227 << 10, 50 << 20),
-    "h200": DeviceInfo("NVIDIA H200", 0, (9, 0), 132, 227 << 10, 60 << 20),
-    "b200": DeviceInfo("NVIDIA B200", 0, (10, 0), 148, 227 << 10, 126 << 20),
-    "rtx5090": DeviceInfo("NVIDIA RTX 5090", 0, (12, 0), 170, 99 << 10, 96 << 20),
-}
 
 
 class _Planned:
@@ -41,31 +26,9 @@ class _Planned:
 def add(commands: Any) -> None:
     """Add the command to a parser's."""
     parser = commands.add_parser("explain", help="kernels, launches and floor of a call")
-    number: dict[str, Any] = {"type": int, "metavar": "N"}
-    parser.add_argument("--batch", default=1, **number, help="requests")
-    parser.add_argument("--q-len", default=1, **number, help="query tokens of each request")
-    parser.add_argument("--kv-len", required=True, **number, help="keys of each request")
-    parser.add_argument("--heads", default=32, **number)
-    parser.add_argument("--kv-heads", default=8, **number)
-    parser.add_argument("--head-dim", default=128, **number)
-    parser.add_argument("--head-dim-v", **number)
-    parser.add_argument("--page-size", **number, help="of a paged cache; packed keys without it")
-    parser.add_argument("--dtype", default="bf16", help="of q: fp16, bf16, e4m3, e5m2, fp32")
-    parser.add_argument("--kv-dtype", help="of k and v, if it differs")
-    parser.add_argument("--causal", action="store_true")
+    add_call_options(parser)
     parser.add_argument(
-        "--window", nargs=2, type=int, default=(-1, -1), metavar=("LEFT", "RIGHT"),
-        help="inclusive, -1 = open",
-    )  # fmt: skip
-    parser.add_argument("--softcap", type=float, default=0.0)
-    parser.add_argument("--alibi", action="store_true")
-    parser.add_argument("--sink", action="store_true")
-    parser.add_argument("--lse", action="store_true", help="return_softmax_lse=True")
-    parser.add_argument("--num-splits", default=0, **number)
-    parser.add_argument("--batch-invariant", action="store_true")
-    parser.add_argument("--fa-version", type=int, choices=(2, 3))
-    parser.add_argument(
-        "--gpu", choices=("here", "none", *_GPUS),
+        "--gpu", choices=("here", "none", *GPUS),
         help="here = the current GPU; none = NumPy arrays; the current one or an H200 if left out",
     )  # fmt: skip
     parser.set_defaults(run=run)
@@ -73,66 +36,11 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print what `cupyflash.explain` finds; nothing is launched and no GPU is needed."""
-    info = _device(options.gpu)
-    arguments = _arguments(options)
+    info = gpu_of(options.gpu)
+    arguments = call_arguments(options)
     with nullcontext() if info is None else use_device(_Planned(info)):  # type: ignore[arg-type]
         try:
             print(cupyflash.explain(**arguments))
         except TypeError as error:  # a type that cannot be
             raise CommandError(str(error)) from error
     return 0
-
-
-def _device(name: str | None) -> DeviceInfo | None:
-    """The GPU to plan for; None = NumPy arrays."""
-    if name == "none":
-        return None
-    if name in _GPUS:
-        return _GPUS[name]
-    capability, without = current_capability()
-    if capability is None:
-        if name == "here":
-            raise CommandError(f"--gpu here: {without}; name one of {', '.join(_GPUS)}, or none")
-        return _GPUS["h200"]
-    from cupyflash.runtime.cupy_device import cupy_device
-
-    return cupy_device(load_cupy().cuda.Device().id).info
-
-
-def _arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Of `flash_attn_varlen_func`; the memory of large arrays is never touched."""
-    q_type = parse_scalar_type(options.dtype, "--dtype")
-    kv_type = parse_scalar_type(options.kv_dtype or options.dtype, "--kv-dtype")
-    dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
-    batch, q_len, kv_len = options.batch, options.q_len, options.kv_len
-    for name in ("batch", "q_len", "kv_len"):
-        if getattr(options, name) < 0:
-            raise CommandError(f"--{name.replace('_', '-')} {getattr(options, name)} is negative")
-    found: dict[str, Any] = {
-        "q": np.empty((batch * q_len, options.heads, options.head_dim), q_type.numpy),
-        "max_seqlen_q": q_len,
-        "max_seqlen_k": kv_len,
-        "cu_seqlens_q": np.arange(batch + 1, dtype=np.int32) * np.int32(q_len),
-        "causal": options.causal,
-        "window_size": tuple(options.window),
-        "softcap": options.softcap,
-        "num_splits": options.num_splits,
-        "fa_version": options.fa_version,
-        "return_softmax_lse": options.lse,
-        "batch_invariant": options.batch_invariant,
-    }
-    if options.page_size is None:
-        tokens: tuple[int, ...] = (batch * kv_len,)
-        found["cu_seqlens_k"] = np.arange(batch + 1, dtype=np.int32) * np.int32(kv_len)
-    else:
-        columns = -(-kv_len // max(1, options.page_size))
-        tokens = (batch * columns, options.page_size)
-        found["block_table"] = np.zeros((batch, columns), np.int32)
-        found["seqused_k"] = np.full(batch, kv_len, np.int32)
-    found["k"] = np.empty((*tokens, options.kv_heads, options.head_dim), kv_type.numpy)
-    found["v"] = np.empty((*tokens, options.kv_heads, dim_v), kv_type.numpy)
-    if options.alibi:
-        found["alibi_slopes"] = np.zeros(options.heads, np.float32)
-    if options.sink:
-        found["s_aux"] = np.zeros(options.heads, np.float32)
-    return found

@@ -18,13 +18,15 @@ from cupyflash.runtime.row_kernel import RowKernel
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.write_plan import WRITE, WRITE_PARAMS
 
+from .recorded_call import STRUCTS
+
 __all__ = [
     "C_FUNCTIONS",
     "DESCRIPTIONS",
     "KernelDescription",
     "described",
     "launch_of",
-    "struct_of",
+    "structs_of",
 ]
 
 _STRIDES = "strides are in bytes"
@@ -158,7 +160,7 @@ DESCRIPTIONS: dict[str, Callable[[Variant], KernelDescription]] = {
     "reshape_and_cache.cu": _write,
     "attention_fwd_sm80.cu": _attention,
 }
-"""By source. A kernel that is missing needs tables which the host library makes."""
+"""By source. Launches of a kernel that is missing are planned by ``cupyflash export``."""
 
 _C_TYPES = {
     "ptr": "uint64_t", "i64": "int64_t", "u64": "uint64_t",
@@ -168,22 +170,20 @@ _C_TYPES = {
 
 def described(variant: Variant, file: str) -> dict[str, Any]:
     """The description of one kernel as plain values."""
-    found = DESCRIPTIONS[variant.source](variant)
-    return {
+    names = {
         "symbol": variant.symbol,
         "file": file,
         "arch": variant.arch,
         "source": variant.source,
         "defines": dict(variant.defines),
-        "params": {
-            "struct": found.struct,
-            "nbytes": found.layout.nbytes,
-            "fields": [
-                {"name": name, "type": _C_TYPES[kind], "offset": offset, "pointer": kind == "ptr"}
-                for name, kind, offset in found.layout.fields
-            ],
-            "fixed": found.fixed,
-        },
+    }
+    if variant.source not in DESCRIPTIONS:
+        structs = [_struct(*struct) for struct in STRUCTS[variant.source]]
+        return {**names, "params": structs, "notes": [_EXPORTED]}
+    found = DESCRIPTIONS[variant.source](variant)
+    return {
+        **names,
+        "params": {**_struct(found.struct, found.layout), "fixed": found.fixed},
         "where": found.where,
         "block": list(found.block),
         "grid": list(found.grid),
@@ -192,14 +192,33 @@ def described(variant: Variant, file: str) -> dict[str, Any]:
     }
 
 
-def struct_of(description: KernelDescription) -> str:
-    """The params struct in C; pointers are device addresses."""
-    lines = [f"  {_C_TYPES[kind]} {name};" for name, kind, _ in description.layout.fields]
-    text = "\n".join(lines)
-    size = f"_Static_assert(sizeof({description.struct}) == {description.layout.nbytes}"
+_EXPORTED = (
+    "structs by value in this order, then tensor maps (CUtensorMap) where it has them; `cupyflash "
+    "export` writes the launches of a call with all of their parameters"
+)
+
+
+def _struct(name: str, layout: ParamsLayout) -> dict[str, Any]:
+    fields = [
+        {"name": field, "type": _C_TYPES[kind], "offset": offset, "pointer": kind == "ptr"}
+        for field, kind, offset in layout.fields
+    ]
+    return {"struct": name, "nbytes": layout.nbytes, "fields": fields}
+
+
+def structs_of(variant: Variant) -> dict[str, str]:
+    """The params structs of a kernel in C, by name; pointers are device addresses."""
+    if variant.source in DESCRIPTIONS:
+        description = DESCRIPTIONS[variant.source](variant)
+        return {description.struct: _struct_in_c(description.struct, description.layout)}
+    return {name: _struct_in_c(name, layout) for name, layout in STRUCTS[variant.source]}
+
+
+def _struct_in_c(name: str, layout: ParamsLayout) -> str:
+    text = "\n".join(f"  {_C_TYPES[kind]} {field};" for field, kind, _ in layout.fields)
     return (
-        f"typedef struct {{\n{text}\n}} {description.struct};\n"
-        f'{size}, "{description.struct} has padding");\n'
+        f"typedef struct {{\n{text}\n}} {name};\n"
+        f'_Static_assert(sizeof({name}) == {layout.nbytes}, "{name} has padding");\n'
     )
 
 

@@ -21,7 +21,7 @@ from cupyflash.runtime.nvrtc import compiler
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.variants import all_variants
 
-from .kernel_description import C_FUNCTIONS, DESCRIPTIONS, described, launch_of, struct_of
+from .kernel_description import C_FUNCTIONS, DESCRIPTIONS, described, launch_of, structs_of
 from .terminal import CommandError, progress
 
 __all__ = ["add", "run"]
@@ -50,10 +50,6 @@ def run(options: argparse.Namespace) -> int:
     if options.ptx and not options.out:
         raise CommandError("--ptx needs --out DIR; the cache holds what the GPU runs")
     variants = _variants(_arch(options.arch), options.only)
-    if options.out:
-        kept = [variant for variant in variants if variant.source in DESCRIPTIONS]
-        left_out = sorted({v.source for v in variants} - {v.source for v in kept})
-        variants = kept
     if not variants:
         raise CommandError(f"--only {options.only}: no kernel has that in its name; see --list")
     if options.list:
@@ -68,8 +64,9 @@ def run(options: argparse.Namespace) -> int:
     written = _each(lambda variant: _write(variant, options.out, ending), variants, options.jobs)
     _write_index(options.out, written, variants)
     print(f"{len(written)} kernels are in {options.out}, with {_HEADER} and kernels.json")
-    if left_out:
-        print(f"not among them, since the library makes tables for them: {', '.join(left_out)}")
+    planned = sorted({v.source for v in variants} - set(DESCRIPTIONS))
+    if planned:
+        print(f"without rules for their launches, see `cupyflash export`: {', '.join(planned)}")
     return 0
 
 
@@ -122,14 +119,16 @@ def _write_index(folder: Path, written: list[dict[str, Any]], variants: list[Var
         "kernels": {d["symbol"]: d["file"].rpartition(".")[0] + ".json" for d in written},
     }
     (folder / "kernels.json").write_text(json.dumps(index, indent=1) + "\n")
-    structs, launches = {}, []
+    structs: dict[str, str] = {}
+    launches = []
     for variant in variants:
-        description = DESCRIPTIONS[variant.source](variant)
-        structs[description.struct] = struct_of(description)
-        launches.append(launch_of(variant.symbol, description))
+        structs |= structs_of(variant)
+        if variant.source in DESCRIPTIONS:
+            launches.append(launch_of(variant.symbol, DESCRIPTIONS[variant.source](variant)))
     head = (
         "/* Of the kernels in this folder: their params, where pointers are device addresses, and\n"
-        " * functions that fill in grid and block and return the dynamic shared memory. */\n"
+        " * functions that fill in grid and block and return the dynamic shared memory. Kernels "
+        "without\n * one are launched as `cupyflash export` says. */\n"
         "#pragma once\n#include <stdint.h>\n"
     )
     (folder / _HEADER).write_text("\n".join((head, *structs.values(), C_FUNCTIONS, *launches)))
