@@ -177,3 +177,71 @@ def test_two_streams_at_once_have_scratch_memory_of_their_own():
     for _, outs, right in calls:
         for out in outs:
             np.testing.assert_array_equal(out.get().astype(float), right)
+
+
+def shapes_of_a_long_run(path):
+    """Twenty calls of other shapes: decode, prompts, mixtures; packed, paged; split or not."""
+    found = []
+    for number in range(20):
+        q_lens = ([1] * (1 + number % 7), [30 + number, 1], [5, 64, 1], [1])[number % 4]
+        kv_lens = [q + 17 * (number + 1) for q in q_lens]
+        dim, heads = (64, 128)[number % 2], 2 * (1 + number % 3)
+        batch = random_batch(q_lens, kv_lens, heads, 2, dim, np.float16, number)
+        page_size, splits = (None, 16, 48)[number % 3], (0, 1, 3)[number // 3 % 3]
+        found.append(arguments(path, *batch, q_lens, kv_lens, page_size, num_splits=splits))
+    return found
+
+
+@pytest.mark.gpu
+def test_two_thousand_calls_of_twenty_shapes_leave_memory_flat():
+    """Of the GPU, of CuPy's pool, and of the process; new outputs every time."""
+    import tracemalloc
+
+    import cupy as cp
+    from conftest import Path
+
+    calls, pool = shapes_of_a_long_run(Path("gpu")), cp.get_default_memory_pool()
+
+    def rounds(count):
+        for _ in range(count):
+            for args in calls:
+                cf.flash_attn_varlen_func(**args, return_softmax_lse=True)
+        cp.cuda.Device().synchronize()
+        return pool.used_bytes(), pool.total_bytes(), cp.cuda.runtime.memGetInfo()[0]
+
+    first = rounds(5)
+    tracemalloc.start()
+    try:
+        rounds(20)
+        before = tracemalloc.get_traced_memory()[0]
+        last = rounds(75)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert last == first
+    assert grown < 64 << 10
+
+
+def test_many_calls_of_twenty_shapes_leave_the_process_flat():
+    """Without a GPU: what the library keeps of calls on NumPy arrays."""
+    import tracemalloc
+
+    from conftest import Path
+
+    calls = shapes_of_a_long_run(Path("numpy"))
+
+    def rounds(count):
+        for _ in range(count):
+            for args in calls:
+                cf.flash_attn_varlen_func(**args, return_softmax_lse=True)
+
+    rounds(1)
+    tracemalloc.start()
+    try:
+        rounds(1)
+        before = tracemalloc.get_traced_memory()[0]
+        rounds(4)
+        grown = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert grown < 64 << 10

@@ -7,6 +7,8 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,15 @@ import numpy as np
 
 import cupyflash
 from cupyflash.fa_version import current_capability
+from cupyflash.runtime.compile import compiled_file
 from cupyflash.runtime.cupy_import import load_cupy
+from cupyflash.runtime.errors import CompileError
+from cupyflash.runtime.variant import Variant
 from cupyflash.testing import DTYPES, Case, expect_merge, write_oracle
 
+from .call_options import gpu_of
 from .margin import margin, plot_margins
+from .recorded_call import record
 from .terminal import CommandError, need_matplotlib, print_table, progress
 
 __all__ = ["add", "checks", "run"]
@@ -54,6 +61,8 @@ def run(options: argparse.Namespace) -> int:
         need_matplotlib()
     listed = list(checks(xp))[:: 5 if options.quick else 1]
     failures, margins, start = [], [], time.monotonic()
+    if xp is not np:
+        _compile_ahead(list(_cases(numpy=False))[:: 5 if options.quick else 1])
     for name, check in progress(listed, len(listed), "check"):
         try:
             found = check()
@@ -75,6 +84,24 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         plot_margins(options.plot, f"cupyflash {cupyflash.__version__} on {where}", margins)
     return 1 if failures else 0
+
+
+def _compile_ahead(cases: list[Case]) -> None:
+    """What the cases launch, by several threads; a failure comes back with its case."""
+    info = gpu_of("here")
+    assert info is not None
+    variants = {
+        launch.plan.variant
+        for case in cases
+        for launch in record(info, case.make(np).args).launches
+    }
+
+    def compiled(variant: Variant) -> None:
+        with suppress(CompileError):
+            compiled_file(variant)
+
+    with ThreadPoolExecutor() as pool:  # NVRTC runs without the interpreter lock
+        list(progress(pool.map(compiled, variants), len(variants), "compile"))
 
 
 def _summary(margins: list[dict[str, Any]]) -> list[list[str]]:
