@@ -172,6 +172,7 @@ def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+    name = "Hopper 8-bit prefill" if problem.kv_type.is_fp8 else "Hopper prefill"
     """Every launch that calls within a problem's bounds may need, those of the problem first.
 
     Their workspace is enough for any of the calls.

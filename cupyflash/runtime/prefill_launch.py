@@ -17,7 +17,8 @@ from .workspace import COUNTERS, scratch_of
 
 __all__ = ["attend_prefill", "prefill_layout_refusal"]
 
-_UINT16 = 1  # CUtensorMapDataType
+_UINT8, _UINT16 = 0, 1  # CUtensorMapDataType
+_PANEL = 128  # bytes of a row of a box
 _SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B, _ZERO_FILL = 3, 2, 3, 0
 _WIDE = 16
 
@@ -44,24 +45,24 @@ def prefill_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
 
 def _query_map(spec: Any, pack: int) -> Map:
     """Of [tokens, heads, dim]: (element, head, token); a box is 128 bytes of a tile's rows."""
-    (tokens, heads, dim), _, strides = spec
+    (tokens, heads, dim), dtype, strides = spec
     return (
         (dim, heads, tokens),
         (_step(heads, strides[1]), _step(tokens, strides[0])),
-        (64, pack, TILE_ROWS // pack),
+        (_PANEL // dtype.itemsize, pack, TILE_ROWS // pack),
     )
 
 
 def _key_map(spec: Any, box_keys: int) -> Map:
     """Of [blocks, slots, heads, dim] or [tokens, heads, dim]: (element, slot, head, block)."""
-    shape, _, strides = spec
+    shape, dtype, strides = spec
     if len(shape) == 3:
         shape, strides = (1, *shape), (_WIDE, *strides)
     blocks, slots, heads, dim = shape
     return (
         (dim, slots, heads, blocks),
         (_step(slots, strides[1]), _step(heads, strides[2]), _step(blocks, strides[0])),
-        (64, box_keys, 1, 1),
+        (_PANEL // dtype.itemsize, box_keys, 1, 1),
     )
 
 
@@ -139,9 +140,10 @@ def _queue(
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
     links = device.pointer(block) + plan.partial_bytes
     own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, -plan.tiling.most_rows)
+    kind = _UINT8 if layout.problem.kv_type.is_fp8 else _UINT16
     encoded = tuple(
         device.encode_tensor_map(
-            array, _UINT16, device.pointer(array), shape, strides, box,
+            array, kind, device.pointer(array), shape, strides, box,
             _SWIZZLE_128B, promotion, _ZERO_FILL,
         )
         for array, (shape, strides, box) in zip((arrays.q, arrays.k, arrays.v), maps, strict=True)

@@ -11,6 +11,7 @@ from .attention_args import Tiling
 from .attention_plan import ATTENTION_PARAMS, NEVER_SPLIT, combine_plan
 from .device import DeviceInfo
 from .dtypes import BF16, FP16, ScalarType
+from .fp8_tile import Fp8Tile, fp8_refusal, fp8_tile, fp8_variants
 from .params import ParamsLayout
 from .plan import Plan
 from .problem import AttentionProblem
@@ -142,11 +143,23 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
                     yield tile.variant(kind, score_mod)
 
 
-def _tile(problem: AttentionProblem) -> _Tile:
+def _tile(problem: AttentionProblem) -> _Tile | Fp8Tile:
+        yield from fp8_variants(PREFILL_PARAMS.nbytes)
     """The narrowest bucket; without a mask, wide tiles of keys pay for narrow heads."""
     score_mod = _score_mod(problem)
     found = next(
         tile
+    return fp8_tile(problem) if problem.kv_type.is_fp8 else _tile_16bit(problem)
+
+
+def _variant(problem: AttentionProblem) -> Variant:
+    score_mod = _score_mod(problem)
+    if problem.kv_type.is_fp8:
+        return fp8_tile(problem).variant(PREFILL_PARAMS.nbytes, score_mod)
+    return _tile_16bit(problem).variant(problem.kv_type, score_mod)
+
+
+def _tile_16bit(problem: AttentionProblem) -> _Tile:
         for tile in (_MOD_TILES if score_mod else _TILES)
         if problem.head_dim <= tile.head_dim and problem.head_dim_v <= tile.head_dim_v
     )
@@ -166,8 +179,10 @@ def prefill_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
         return "there are no queries"
     kinds = {problem.q_type, problem.kv_type, problem.out_type}
     if len(kinds) > 1 or not kinds <= {FP16, BF16}:
-        return "it takes q, k, v and out of one 16-bit type"
-    if problem.softmax_scale <= 0:
+        refused = fp8_refusal(problem)
+        if refused:
+            return refused
+    if problem.softmax_scale <= 0 and not problem.kv_type.is_fp8:
         return f"softmax_scale={problem.softmax_scale}: it takes positive ones"
     page = problem.page_size
     if page is not None and _box_keys(problem) % 8:
@@ -187,7 +202,7 @@ def _pack(problem: AttentionProblem) -> int:
     return gcd(problem.group_size, TILE_ROWS)
 
 
-def _items(problem: AttentionProblem, tile: _Tile) -> tuple[int, int]:
+def _items(problem: AttentionProblem, tile: _Tile | Fp8Tile) -> tuple[int, int]:
     """Tiles at most, and how many of them every request and head group has (0: by its length)."""
     tokens = TILE_ROWS // _pack(problem)
     per_request = -(-min(problem.max_seqlen_q, problem.total_q) // tokens)
@@ -213,7 +228,7 @@ def make_prefill_plan(
     tiles, blocks = _items(problem, tile)
     chunk, splits = _choose_splits(problem, info, tile, tiles, workspace_limit)
     items = tiles * splits
-    per_key = 2 * (problem.head_dim + problem.head_dim_v)
+    per_key = problem.kv_type.itemsize * (problem.head_dim + problem.head_dim_v)
     # Only where tiles differ in length do many of them have to be under way to be ordered.
     share = _L2_SHARE // per_key if problem.window_right >= 0 and problem.window_left < 0 else 0
     heads = max(1, share // max(1, problem.max_seqlen_k))
@@ -221,7 +236,7 @@ def make_prefill_plan(
     rows = problem.total_q * problem.num_heads_q * splits if splits > 1 else 0
     partial_bytes = rows * (problem.head_dim_v + 1) * 4
     attend = Plan(
-        tile.variant(problem.kv_type, _score_mod(problem)),
+        _variant(problem),
         (min(info.num_sms, items), 1, 1),
         (_THREADS, 1, 1),
         tile.smem_bytes,
@@ -275,7 +290,7 @@ def _visible(problem: AttentionProblem) -> int:
 
 
 def _choose_splits(
-    problem: AttentionProblem, info: DeviceInfo, tile: _Tile, tiles: int, limit: int
+    problem: AttentionProblem, info: DeviceInfo, tile: _Tile | Fp8Tile, tiles: int, limit: int
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
     visible, wanted = _visible(problem), problem.num_splits

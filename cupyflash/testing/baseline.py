@@ -15,6 +15,12 @@ __all__ = ["attention_baseline", "merge_baseline", "varlen_baseline"]
 
 Float32 = NDArray[np.float32]
 
+PHASES = (0.0, 0.25, 0.5, 0.75)
+"""Fractions of a power of two at which 8-bit weights may be scaled; see `attention_baseline`."""
+
+_LARGEST_SUM = 256.0  # of 8-bit weights of _BLOCK keys
+_BLOCK = 128
+
 
 def attention_baseline(
     q: Any,
@@ -29,10 +35,14 @@ def attention_baseline(
     softcap: float = 0.0,
     alibi_slopes: Any = None,
     s_aux: Any = None,
+    p_phase: float = 0.0,
 ) -> tuple[NDArray[Any], Float32]:
     """Attention of one sequence in float32, with P rounded to ``p_dtype`` before it meets V.
 
-    Parameters are those of ``attention_oracle``; the result is rounded to ``out_dtype``.
+    Parameters are those of ``attention_oracle``; the result is rounded to ``out_dtype``. Of an
+    8-bit ``p_dtype`` the range is short: a row's weights are scaled so that no 128 keys in a row
+    have a larger sum than 256, and the largest weight is at most 256; then lowered by the part
+    ``p_phase`` of a power of two, as which weights are exact depends on it.
 
     Returns
     -------
@@ -61,10 +71,21 @@ def attention_baseline(
         top = top[some]
         p = np.exp(score[some] - top[:, None])
         total = p.sum(axis=1) + np.exp(sink - top)
-        rounded = round_to(p, p_dtype).astype(np.float32)
+        rounded = _round_weights(p, np.dtype(p_dtype), p_phase)
         out[some, head] = rounded @ v[:, kv_head] / total[:, None]
         lse[head, some] = top + np.log(total)
     return round_to(out, out_dtype), lse
+
+
+def _round_weights(p: Float32, dtype: Any, phase: float) -> Float32:
+    """Weights of at most 1, a row each."""
+    if dtype.itemsize > 1 or not p.shape[1]:
+        return round_to(p, dtype).astype(np.float32)
+    blocks = np.add.reduceat(p, np.arange(0, p.shape[1], _BLOCK), axis=1)
+    largest = np.nan_to_num(blocks.max(axis=1, keepdims=True), nan=1.0)
+    down = np.ceil(np.maximum(np.log2(np.maximum(largest, 1.0)), 0.0)) + phase
+    scale = (_LARGEST_SUM * 2.0**-down).astype(np.float32)
+    return round_to(p * scale, dtype).astype(np.float32) / scale
 
 
 def _distance(seqlen_q: int, seqlen_k: int) -> Float32:
@@ -74,7 +95,14 @@ def _distance(seqlen_q: int, seqlen_k: int) -> Float32:
 
 
 def varlen_baseline(
-    q: Any, k: Any, v: Any, *args: Any, p_dtype: Any, out_dtype: Any, **kwargs: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    *args: Any,
+    p_dtype: Any,
+    out_dtype: Any,
+    p_phase: float = 0.0,
+    **kwargs: Any,
 ) -> tuple[Float64, Float64]:
     """`attention_baseline` for a ragged batch; arguments are those of ``varlen_oracle``.
 
@@ -86,7 +114,13 @@ def varlen_baseline(
     out, lse = unowned(q, k, v)
     for request in requests(q, k, v, *args, **kwargs):
         out[request.rows], lse[:, request.rows] = attention_baseline(
-            request.q, request.k, request.v, p_dtype=p_dtype, out_dtype=out_dtype, **request.options
+            request.q,
+            request.k,
+            request.v,
+            p_dtype=p_dtype,
+            out_dtype=out_dtype,
+            p_phase=p_phase,
+            **request.options,
         )
     return out, lse
 

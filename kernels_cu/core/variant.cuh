@@ -87,6 +87,24 @@ static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == k
 
 #ifdef LATENT_NBYTES
 // Multi-head latent attention on mma.sync: what the products are computed in, and the tile.
+#ifdef FP8_PREFILL_NBYTES
+// Prefill on 9.0 with q, k and v in e4m3.
+struct Fp8Variant {
+  static constexpr int kHeadDim = HEAD_DIM;  // a bucket: at least those of q, k and v
+  static constexpr int kKeys = KEY_TILE;
+  static constexpr int kQueryStages = QUERY_STAGES;
+  static constexpr int kKeyStages = KEY_STAGES;
+  static constexpr int kValueStages = VALUE_STAGES;    // as they are stored
+  static constexpr int kTurnedStages = TURNED_STAGES;  // transposed
+  static constexpr int kFlush = FLUSH;  // key tiles after which O is added up in float32; 0: never
+  static constexpr bool kTurns = TURNS;         // the warpgroups issue their products in turns
+  static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
+  static constexpr int kSharedBytes = SMEM_NBYTES;
+  static constexpr int kParamsBytes = FP8_PREFILL_NBYTES;
+};
+static_assert(Fp8Variant::kKeys % 64 == 0, "panels of transposed values");
+#endif
+
 struct LatentVariant {
   static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
   static constexpr int kRowTiles = LATENT_ROWS / 16;

@@ -1,0 +1,106 @@
+"""What is compiled of the Hopper prefill with q, k and v in e4m3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .attention_params import ATTENTION_PARAMS
+from .dtypes import BF16, E4M3, FP16
+from .problem import AttentionProblem
+from .variant import Variant
+
+__all__ = ["Fp8Tile", "fp8_refusal", "fp8_tile", "fp8_variants"]
+
+_ARCH = "sm_90a"
+_ROWS = 128
+_PANEL = 128  # bytes of a row that lie together in shared memory
+_ALIGNMENT = 1024
+_REST_BYTES = 2048  # of shared memory besides the tiles: Fp8Shared::Rest
+_STEP = 16  # of head sizes: rows of TMA start at multiples of 16 bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tile:
+    """What is compiled for a head bucket.
+
+    Attributes
+    ----------
+    head_dim : int
+        Of q, k and v, at most.
+    keys : int
+        Of a tile.
+    query_stages, key_stages, value_stages, turned_stages : int
+        Buffers of queries, keys, values as they are stored, and transposed values.
+    flush : int
+        Key tiles after which the output is added up in float32; 0 = never.
+    turns : bool
+        The warpgroups issue their products in strict turns.
+    """
+
+    head_dim: int
+    keys: int
+    query_stages: int = 2
+    key_stages: int = 3
+    value_stages: int = 2
+    turned_stages: int = 2
+    flush: int = 1
+    turns: bool = False
+
+    @property
+    def smem_bytes(self) -> int:
+        row = -(-self.head_dim // _PANEL) * _PANEL
+        loaded = self.keys * (self.key_stages + self.value_stages)
+        tiles = (self.query_stages * _ROWS + loaded) * row
+        turned = self.turned_stages * self.keys * self.head_dim
+        return _ALIGNMENT + tiles + turned + _REST_BYTES
+
+    def variant(self, params_nbytes: int, score_mod: bool) -> Variant:
+        name = f"attention_fwd_sm90_fp8_d{self.head_dim}_n{self.keys}"
+        return Variant(
+            "attention_fwd_sm90_fp8.cu",
+            name + ("_mod" if score_mod else ""),
+            _ARCH,
+            (
+                ("FLUSH", self.flush),
+                ("FP8_PREFILL_NBYTES", params_nbytes),
+                ("HEAD_DIM", self.head_dim),
+                ("KEY_STAGES", self.key_stages),
+                ("KEY_TILE", self.keys),
+                ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("QUERY_STAGES", self.query_stages),
+                ("SCORE_MOD", int(score_mod)),
+                ("SMEM_NBYTES", self.smem_bytes),
+                ("TURNED_STAGES", self.turned_stages),
+                ("TURNS", int(self.turns)),
+                ("VALUE_STAGES", self.value_stages),
+            ),
+        )
+
+
+_TILES = (Fp8Tile(64, 128), Fp8Tile(128, 128))
+
+
+def fp8_variants(params_nbytes: int) -> Iterator[Variant]:
+    """All that the 8-bit Hopper prefill can be asked for."""
+    for tile in _TILES:
+        for score_mod in (False, True):
+            yield tile.variant(params_nbytes, score_mod)
+
+
+def fp8_tile(problem: AttentionProblem) -> Fp8Tile:
+    """The narrowest bucket of a problem that is not refused."""
+    largest = max(problem.head_dim, problem.head_dim_v)
+    return next(tile for tile in _TILES if largest <= tile.head_dim)
+
+
+def fp8_refusal(problem: AttentionProblem) -> str:
+    """Why the 8-bit prefill does not take a problem; empty where it does."""
+    if {problem.q_type, problem.kv_type} != {E4M3} or problem.out_type not in (BF16, FP16):
+        return "it takes q, k, v and out of one 16-bit type, or q, k and v in e4m3"
+    largest = _TILES[-1].head_dim
+    if max(problem.head_dim, problem.head_dim_v) > largest:
+        return f"8-bit head sizes {problem.head_dim} and {problem.head_dim_v}: at most {largest}"
+    if problem.head_dim % _STEP or problem.head_dim_v % _STEP:
+        return f"8-bit head sizes {problem.head_dim} and {problem.head_dim_v}: multiples of {_STEP}"
+    return ""

@@ -1,0 +1,168 @@
+"""The 8-bit Hopper prefill on the emulator, through the public function."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from emulator import emulated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefill_fp8 import fp8_cases
+
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.explain import explain
+from cupyflash.runtime.device import active_device
+from cupyflash.testing import Case
+
+E4M3 = {"q_type": "e4m3", "kv_type": "e4m3"}
+
+
+def runs_fp8():
+    return any("attention_fwd_sm90_fp8" in report.symbol for report in active_device().reports)
+
+
+@settings(max_examples=25)
+@given(case=fp8_cases(), order=st.integers(0, 9), num_splits=st.sampled_from([0, 0, 1, 3]))
+def test_any_case_in_any_order_of_warps(case, order, num_splits):
+    with emulated("sm_90a", num_sms=2, seed=order):
+        case.make().check(flash_attn_varlen_func, num_splits=num_splits)
+        assert runs_fp8()
+
+
+TILES = {
+    "ragged": Case(lengths=((129, 0), (5, 200), (0, 3), (64, -3)), num_heads_kv=2, descale=True),
+    "causal": Case(lengths=((130, 30), (200, 0)), group_size=2, causal=True, page_size=16),
+    "window": Case(lengths=((200, 300),), group_size=4, window_size=(150, 0), page_size=32),
+    "both": Case(lengths=((140, 100),), group_size=3, window_size=(20, 30), sink=True),
+}
+
+
+@pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "ascending_v"])
+@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 80)])
+def test_every_tile(head_dims, name, pattern):
+    case = TILES[name].replace(
+        head_dim=head_dims[0], head_dim_v=head_dims[1], pattern=pattern, **E4M3
+    )
+    with emulated("sm_90a", num_sms=2):
+        case.make().check(flash_attn_varlen_func, num_splits=1)
+        assert runs_fp8()
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "options", [{"softcap": 50.0}, {"softcap": 0.5}, {"alibi": "request"},
+                {"softcap": 5.0, "alibi": "head", "window_size": (90, 20)}]
+)  # fmt: skip
+def test_modified_scores(head_dim, options):
+    case = Case(lengths=((70, 200), (3, 20)), group_size=2, head_dim=head_dim, causal=True,
+                descale=True, page_size=16, **E4M3).replace(**options)  # fmt: skip
+    with emulated("sm_90a", num_sms=2):
+        case.make().check(flash_attn_varlen_func)
+        assert runs_fp8()
+
+
+@pytest.mark.parametrize("num_splits", [2, 3, 8])
+@pytest.mark.parametrize("window", [(-1, -1), (200, 0), (300, 40)])
+def test_splits_that_some_rows_do_not_reach(num_splits, window):
+    case = Case(lengths=((20, 900), (30, 64), (17, -1), (1, 500)), group_size=2, sink=True,
+                page_size=16, window_size=window, descale=True, **E4M3)  # fmt: skip
+    with emulated("sm_90a", num_sms=2):
+        case.make().check(flash_attn_varlen_func, num_splits=num_splits)
+        assert runs_fp8()
+
+
+def test_more_requests_than_are_sorted():
+    case = Case(lengths=tuple((1 + 7 * i % 19, i % 40) for i in range(140)), causal=True,
+                page_size=16, **E4M3)  # fmt: skip
+    with emulated("sm_90a", num_sms=2):
+        case.make().check(flash_attn_varlen_func)
+        assert runs_fp8()
+
+
+def test_results_repeat_and_the_counter_of_tiles_is_zero_between_launches():
+    case = Case(lengths=((140, 0), (20, 50)), num_heads_kv=2, causal=True, **E4M3)
+    results = []
+    for seed in range(3):
+        with emulated("sm_90a", num_sms=2, seed=seed):
+            results += [case.make().call(flash_attn_varlen_func) for _ in range(2)]
+    first = [array.tobytes() for array in results[0]]
+    assert all([array.tobytes() for array in more] == first for more in results[1:])
+
+
+def scaled(case, **scales):
+    """The arrays of a case with other descales, and its result is checked."""
+    inputs = case.make()
+    inputs.args.update(scales)
+    with emulated("sm_90a", num_sms=2):
+        inputs.check(flash_attn_varlen_func)
+        assert runs_fp8()
+
+
+def test_descales_of_any_sign_and_stride():
+    case = Case(lengths=((140, 60), (30, 0)), num_heads_kv=2, causal=True, page_size=16, **E4M3)
+    rng = np.random.default_rng(0)
+    wide = rng.uniform(0.5, 2, (2, 6)).astype(np.float32) * np.array([1, -1, -1, 1, 1, -1])
+    some = wide.astype(np.float32)[:, ::3]
+    every = np.broadcast_to(np.float32(0.25), (2, 2))
+    scaled(case, q_descale=some, k_descale=some[::-1], v_descale=every)
+    scaled(case, q_descale=-0.5, k_descale=every, v_descale=some)
+    scaled(case, q_descale=0.0)
+
+
+def test_a_negative_softmax_scale_and_one_of_zero():
+    for scale in (-0.2, 0.0):
+        scaled(Case(lengths=((140, 60),), causal=True, softmax_scale=scale, **E4M3))
+
+
+def test_scores_beyond_float32_run_the_tile_again():
+    """Key tiles are walked downwards: the first keys outgrow the weights of the last by 2^200."""
+    case = Case(lengths=((200, 300), (70, 500)), num_heads_kv=2, causal=True, **E4M3)
+    inputs = case.make()
+    k = inputs.placed["k"].view
+    k[3:5], k[503:505] = 0x7E, 0x7E  # 448
+    inputs.args["q_descale"] = np.full((2, 2), 2.0, np.float32)
+    with emulated("sm_90a", num_sms=2):
+        inputs.check(flash_attn_varlen_func)
+        assert runs_fp8()
+
+
+def test_fp16_results():
+    inputs = Case(lengths=((140, 60),), group_size=2, descale=True, **E4M3).make()
+    out = np.full(inputs.placed["out"].view.shape, np.nan, np.float16)
+    with emulated("sm_90a", num_sms=2):
+        got, lse = flash_attn_varlen_func(**inputs.args, out=out, return_softmax_lse=True)
+        assert runs_fp8()
+    inputs.expected(p_dtype="e4m3", out_dtype="fp16").check(got, lse)
+
+
+def test_a_nan_key_reaches_the_rows_that_see_it_and_no_others():
+    inputs = Case(lengths=((150, 0),), causal=True, **E4M3).make()
+    inputs.placed["k"].view[100] = 0x7F
+    with emulated("sm_90a", num_sms=2):
+        out, lse = inputs.call(flash_attn_varlen_func)
+        assert runs_fp8()
+    assert np.isnan(out[100:150].astype(np.float32)).all()
+    assert np.isnan(lse[:, 100:150]).all()
+    assert not np.isnan(out[:100].astype(np.float32)).any()
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"page_size": 8}, "page size 8"),
+        ({"head_dim": 256}, "at most 128"),
+        ({"head_dim": 72}, "multiples of 16"),
+        ({"kv_type": "e5m2"}, "e4m3"),
+        ({"q_type": "bf16"}, "e4m3"),
+    ],
+)
+def test_what_it_does_not_take_goes_to_the_portable_kernel_with_a_reason(change, reason):
+    case = Case(lengths=((40, 3),), head_dim=128, **E4M3).replace(**change)
+    inputs = case.make()
+    with emulated("sm_90a", num_sms=2):
+        fa_version = 2 if case.head_dim % 16 else None  # version 3 needs multiples of 16
+        inputs.check(flash_attn_varlen_func, fa_version=fa_version)
+        assert not runs_fp8()
+        if fa_version is None:
+            assert reason in explain(**inputs.args).kernels
