@@ -101,7 +101,7 @@ def test_every_command_is_described(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     commands = re.findall(r"^    (\w+)\b", capsys.readouterr().out, re.MULTILINE)
-    assert len(commands) == 6
+    assert len(commands) == 7
     assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(commands)
     for command in commands:
         with pytest.raises(SystemExit):
