@@ -167,8 +167,8 @@ def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
         return f"portable; not Hopper decode: {no_decode}; not Hopper prefill: {no_prefill}"
     short = _short_requests(problem, info)
     if short is None:
-        return f"Hopper prefill; not Hopper decode: {no_decode}"
-    return f"Hopper prefill; requests of at most {short.max_seqlen_q} queries by Hopper decode"
+        return f"{name}; not Hopper decode: {no_decode}"
+    return f"{name}; requests of at most {short.max_seqlen_q} queries by Hopper decode"
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
