@@ -165,6 +165,7 @@ def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
         return "Hopper decode"
     if no_prefill:
         return f"portable; not Hopper decode: {no_decode}; not Hopper prefill: {no_prefill}"
+    name = "Hopper 8-bit prefill" if problem.kv_type.is_fp8 else "Hopper prefill"
     short = _short_requests(problem, info)
     if short is None:
         return f"{name}; not Hopper decode: {no_decode}"
@@ -172,7 +173,6 @@ def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
-    name = "Hopper 8-bit prefill" if problem.kv_type.is_fp8 else "Hopper prefill"
     """Every launch that calls within a problem's bounds may need, those of the problem first.
 
     Their workspace is enough for any of the calls.

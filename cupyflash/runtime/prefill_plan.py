@@ -141,10 +141,10 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
             for score_mod in (False, True):
                 for tile in _MOD_TILES if score_mod else (*_TILES, _FULL_64):
                     yield tile.variant(kind, score_mod)
+        yield from fp8_variants(PREFILL_PARAMS.nbytes)
 
 
 def _tile(problem: AttentionProblem) -> _Tile | Fp8Tile:
-        yield from fp8_variants(PREFILL_PARAMS.nbytes)
     """The narrowest bucket; without a mask, wide tiles of keys pay for narrow heads."""
     score_mod = _score_mod(problem)
     found = next(
