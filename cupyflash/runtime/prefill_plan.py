@@ -146,9 +146,6 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
 
 def _tile(problem: AttentionProblem) -> _Tile | Fp8Tile:
     """The narrowest bucket; without a mask, wide tiles of keys pay for narrow heads."""
-    score_mod = _score_mod(problem)
-    found = next(
-        tile
     return fp8_tile(problem) if problem.kv_type.is_fp8 else _tile_16bit(problem)
 
 
@@ -160,6 +157,9 @@ def _variant(problem: AttentionProblem) -> Variant:
 
 
 def _tile_16bit(problem: AttentionProblem) -> _Tile:
+    score_mod = _score_mod(problem)
+    found = next(
+        tile
         for tile in (_MOD_TILES if score_mod else _TILES)
         if problem.head_dim <= tile.head_dim and problem.head_dim_v <= tile.head_dim_v
     )
