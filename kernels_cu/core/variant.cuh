@@ -85,8 +85,6 @@ struct PrefillVariant {
 static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == kBf16, "");
 #endif
 
-#ifdef LATENT_NBYTES
-// Multi-head latent attention on mma.sync: what the products are computed in, and the tile.
 #ifdef FP8_PREFILL_NBYTES
 // Prefill on 9.0 with q, k and v in e4m3.
 struct Fp8Variant {
@@ -105,6 +103,8 @@ struct Fp8Variant {
 static_assert(Fp8Variant::kKeys % 64 == 0, "panels of transposed values");
 #endif
 
+#ifdef LATENT_NBYTES
+// Multi-head latent attention on mma.sync: what the products are computed in, and the tile.
 struct LatentVariant {
   static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
   static constexpr int kRowTiles = LATENT_ROWS / 16;
