@@ -27,6 +27,8 @@ from .runtime.decode_plan import (
     decode_plans,
     decode_refusal,
     make_decode_plan,
+    most_decode_rows,
+    workspace_behind,
 )
 from .runtime.decode_tile import DECODE_PARAMS
 from .runtime.device import Device, DeviceInfo, device_for
@@ -51,7 +53,6 @@ __all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
 _HEADER = HEADER_BYTES // 4
 _WIDE = 16
 _ALIGNED = (0, 0, 0, 0)
-_SHORT_ROWS = 16  # of a request that the decode kernel takes out of a mixed batch
 
 
 def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> tuple[Any, Any]:
@@ -137,9 +138,15 @@ def _make_plans(
     if short is not None:
         rows = short.max_seqlen_q * problem.group_size
         decode = make_decode_plan(short, info, *limits, most_rows=rows)
-        prefill = make_prefill_plan(problem, info, *limits, most_skipped=rows)
-        if fits(max(decode.attend.workspace_bytes, prefill.attend.workspace_bytes)):
-            return decode, prefill
+        prefill = make_prefill_plan(
+            problem,
+            info,
+            *limits,
+            most_skipped=rows,
+            workspace_at=workspace_behind(decode.attend),
+        )
+        if fits(prefill.attend.workspace_bytes):
+            return decode.with_workspace(prefill.attend.workspace_bytes), prefill
     prefill = make_prefill_plan(problem, info, *limits)
     return None, prefill if fits(prefill.attend.workspace_bytes) else None
 
@@ -151,7 +158,7 @@ def _short_requests(problem: AttentionProblem, info: DeviceInfo) -> AttentionPro
     """
     if problem.total_q >= problem.batch * problem.max_seqlen_q:
         return None
-    tokens = max(1, _SHORT_ROWS // problem.group_size)
+    tokens = max(1, most_decode_rows(problem) // problem.group_size)
     short = replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
     return None if decode_refusal(short, info) else short
 
@@ -179,8 +186,10 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
     """
     if problem.has_q_v:
         return mla_plans(problem, info, hopper=True)
-    decode, portable = decode_plans(problem, info), portable_plans(problem, info)
-    portable = prefill_plans(problem, info) + portable
+    prefill = prefill_plans(problem, info)
+    beside = max((plan.workspace_bytes for plan in prefill), default=0)
+    decode = decode_plans(problem, info, beside)
+    portable = prefill + portable_plans(problem, info)
     if not decode_refusal(problem, info):
         first = make_decode_plan(problem, info).attend
         decode.sort(key=lambda plan: plan.variant != first.variant)
@@ -224,7 +233,7 @@ def write_schedule(bounds: Any, seqused_k: Any, cu_seqlens_q: Any, out: Any, str
     table = device.pointer(out) + HEADER_BYTES
     packed = (
         ATTENTION_PARAMS.pack(*values.values()),
-        DECODE_PARAMS.pack(0, 0, 0, table, *plan.numbers, 0, 0),
+        DECODE_PARAMS.pack(0, 0, 0, table, *plan.numbers, 0, 0, *plan.times),
     )
     args = KernelArgs(packed, (seqused_k, cu_seqlens_q, out))
     launch(device, plan.schedule, args, stream_handle(stream))

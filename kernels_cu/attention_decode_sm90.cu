@@ -12,22 +12,24 @@ static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the
 static_assert(DecodeVariant::kParamsBytes == sizeof(DecodeParams),
               "DecodeParams differs from the host's layout");
 
-extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
-    const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
-    const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
+extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / DecodeVariant::kWarps)
+    KERNEL_NAME(
+        const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
+        const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   extern __shared__ __align__(1024) char smem[];
   using Loop = DecodeLoop<DecodeVariant>;
   using Merge = DecodeMerge<DecodeVariant>;
+  constexpr int kWarps = DecodeVariant::kWarps, kThreads = DecodeVariant::kThreads;
   const int cta = blockIdx.x;
-  const Merge merge(p, d, smem + kDecodeWarps * d.stages * Loop::kStageBytes);
+  const Merge merge(p, d, smem + kWarps * d.stages * Loop::kStageBytes);
   const u32 barriers = shared_address(merge.barriers());
   if (threadIdx.x == 0) prefetch_tensor_map(&k_map), prefetch_tensor_map(&v_map);
-  if (static_cast<int>(threadIdx.x) < kDecodeWarps * d.stages) {
+  if (static_cast<int>(threadIdx.x) < kWarps * d.stages) {
     mbarrier_init(barriers + threadIdx.x * 8, 1);
     mbarrier_init_fence();
   }
   // The table is read after the lengths, and should be near by then.
-  const int line = (cta * kDecodeThreads + threadIdx.x) * 128;
+  const int line = (cta * kThreads + threadIdx.x) * 128;
   if (line < d.table_bytes) prefetch_l2(p.block_table + line);
   wait_for_earlier_launches();
   let_later_launches_start();
@@ -36,10 +38,10 @@ extern "C" __global__ void __launch_bounds__(kDecodeThreads, 2) KERNEL_NAME(
   const i32 *prefix = d.prefix;
   if (prefix) {
     const i32 *const more = prefix + p.batch;
-    totals = {more[0], more[1], more[2], more[3], more[4] != 0};
+    totals = {more[0], more[1], more[2], more[3], more[4] != 0, __int_as_float(more[5])};
     __syncthreads();
   } else {
-    totals = add_up<kDecodeThreads>(p, d, 0, p.batch, totals, merge.prefix(), merge.scratch());
+    totals = add_up<kThreads>(p, d, 0, p.batch, totals, merge.prefix(), merge.scratch());
     prefix = merge.prefix();
   }
   const Spans spans(d, p.batch, prefix, totals);

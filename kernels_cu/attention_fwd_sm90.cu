@@ -25,7 +25,11 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
     const PrefillMaps maps = {&q_map, &k_map, &v_map};
     const PrefillLoader<PrefillVariant> loader(p, x, maps, shared);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
-    if (warp == 0) loader.run_keys();
+    if (warp == 0) {
+      loader.run_keys();
+      // Beside another kernel: it is over when this one is.
+      wait_for_earlier_launches();
+    }
     if (warp == 1) loader.run_values();
   } else {
     take_registers<224>();

@@ -14,7 +14,7 @@ constexpr int kScheduleThreads = 1024, kStep = 8 * kScheduleThreads;
 
 extern "C" __global__ void __launch_bounds__(kScheduleThreads) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d) {
-  __shared__ i32 scratch[2 * kScheduleThreads / 32 + 2];
+  __shared__ i32 scratch[3 * kScheduleThreads / 32 + 2];
   if (d.arrivals) {
     for (int i = threadIdx.x; i < d.spans; i += kScheduleThreads) d.arrivals[i] = 0;
   }
@@ -31,5 +31,6 @@ extern "C" __global__ void __launch_bounds__(kScheduleThreads) KERNEL_NAME(
     more[1] = totals.first_tiles;
     more[2] = totals.first_segments;
     more[3] = totals.alike;
+    reinterpret_cast<float *>(more)[4] = totals.pairs;
   }
 }

@@ -24,13 +24,13 @@ struct Found { i32 *begins, *firsts, *counts, *requests, *table; };
 extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
     const __grid_constant__ Found found) {
-  __shared__ i32 scratch[10], own[513];
+  __shared__ i32 scratch[14], own[513];
   BatchTotals totals = {};
   const i32 *prefix = own;
   if (d.prefix) {
     prefix = d.prefix;
     const i32 *const more = prefix + p.batch;
-    totals = {more[0], more[1], more[2], more[3], more[4] != 0};
+    totals = {more[0], more[1], more[2], more[3], more[4] != 0, __int_as_float(more[5])};
   } else {
     totals = add_up<128>(p, d, 0, p.batch, totals, own, scratch);
   }
@@ -41,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
       i32 *const more = found.table + p.batch + 1;
       more[0] = totals.largest, more[1] = totals.first_tiles, more[2] = totals.first_segments;
       more[3] = totals.alike;
+      reinterpret_cast<float *>(more)[4] = totals.pairs;
     }
     for (int i = threadIdx.x; i <= d.spans; i += 128) {
       const KeyRange tiles = spans.tiles_of(p, d, i);
@@ -78,6 +79,9 @@ class Rules:
     align_most: int = 1 << 30
     most_pieces: int = 0
     most_rows: int = 1 << 30
+    tile_time: float = 0.0
+    tile_floor: float = 0.0
+    pair_time: float = 0.0
 
     def segments(self):
         """(request, tiles) of every segment that has tiles, in the order of the line."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
 from emulator import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cupyflash import hopper
 from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.runtime.attention_plan import ATTENTION_PARAMS
+from cupyflash.runtime.compile import kernel_source
+from cupyflash.runtime.decode_tile import DECODE_PARAMS
 from cupyflash.runtime.device import active_device
+from cupyflash.runtime.prefill_plan import PREFILL_PARAMS
 from cupyflash.testing import Case
 
 MIXED = Case(
@@ -28,6 +35,76 @@ def test_each_launch_takes_its_requests():
             "attention_decode",
             "attention_fwd",
         ]
+
+
+class Recorded:
+    """The launches of a call, which can be queued again in any order."""
+
+    def __init__(self, device, inputs, **options):
+        self.launches, launch = [], device.launch
+        device.launch = lambda *args: (self.launches.append(args), launch(*args))
+        try:
+            self.first = inputs.call(flash_attn_varlen_func, fa_version=3, **options)
+        finally:
+            device.launch = launch
+        self.replay = lambda order: [launch(*self.launches[i]) for i in order]
+
+    def sources(self):
+        return [plan.variant.source.split(".")[0] for _, plan, _, _ in self.launches]
+
+
+def memory_of(launches):
+    """What the decode and the prefill launch have of the workspace, as (begin, end)."""
+    (_, decode, args, _), (_, prefill, more, _) = launches[:2]
+    own, shared = DECODE_PARAMS.unpack(args.values[1]), PREFILL_PARAMS.unpack(more.values[1])
+    partial = ATTENTION_PARAMS.unpack(more.values[0])["partial_out"]
+    rows = 2 * own["spans"] * own["row_block"]
+    first = own["partial_out"], own["partial_state"] + 8 * rows
+    assert prefill.workspace_bytes == decode.workspace_bytes
+    return first, (partial or shared["links"], shared["links"] + 4 * shared["items"])
+
+
+@pytest.mark.parametrize("num_splits", [0, 3])
+def test_the_launches_run_side_by_side(num_splits):
+    """Neither needs the other's results or memory."""
+    with emulated("sm_90", num_sms=4) as device:
+        inputs = MIXED.make()
+        run = Recorded(device, inputs, num_splits=num_splits)
+        assert run.sources()[:2] == ["attention_decode_sm90", "attention_fwd_sm90"]
+        assert all(plan.programmatic for _, plan, _, _ in run.launches[:2])
+        (begin, end), (other_begin, other_end) = memory_of(run.launches)
+        assert begin < end <= other_begin < other_end
+        out, lse = (inputs.placed[name].view for name in ("out", "lse"))
+        used = sum(MIXED.q_lens)
+        kept = out[:used].tobytes(), lse[:, :used].tobytes()
+        out.view(np.uint8)[...] = 0xFF
+        run.replay([1, 0, *range(2, len(run.launches))])
+        assert (out[:used].tobytes(), lse[:, :used].tobytes()) == kept
+
+
+def test_prefill_is_over_after_decode_is():
+    """Later launches wait for the prefill alone; every block that loads tiles waits last."""
+    with emulated("sm_90", num_sms=4) as device:
+        run = Recorded(device, MIXED.make())
+        text, _ = kernel_source(run.launches[1][1].variant)
+        ends = text.split("loader.run_keys();")
+        assert len(ends) == 2
+        assert ends[1].split(";")[0].split()[-1] == "wait_for_earlier_launches()"
+
+
+def test_the_prefill_part_has_the_bits_of_a_prefill_alone(monkeypatch):
+    starts = np.cumsum([0, *MIXED.q_lens])
+    options = {"fa_version": 3, "num_splits": 1}
+    with emulated("sm_90", num_sms=4):
+        both, _ = MIXED.make().call(flash_attn_varlen_func, **options)
+    monkeypatch.setattr(hopper, "_short_requests", lambda *_: None)
+    with emulated("sm_90", num_sms=5):  # another device: nothing planned is found again
+        alone, _ = MIXED.make().call(flash_attn_varlen_func, **options)
+        assert "attention_decode" not in kernels()
+    for i, (q_len, _) in enumerate(MIXED.lengths):
+        if q_len > 4:
+            rows = slice(starts[i], starts[i + 1])
+            assert both[rows].tobytes() == alone[rows].tobytes()
 
 
 def test_a_batch_of_equal_prefills_is_one_launch():

@@ -100,8 +100,28 @@ def test_large_batches(probe, batch):
     if batch < 9000:
         alike = Rules([1] * batch, [33] * batch, spans=264)
         found = probe.run(alike)
-        assert found.table[batch + 2 :].tolist() == [3, 1, 1]
+        assert found.table[batch + 2 :].tolist() == [3, 1, 1, 0]
         check(alike, found)
+
+
+@pytest.mark.parametrize("with_table", [False, True])
+@pytest.mark.parametrize(
+    ("pair_time", "most"),
+    [(0.0, 132), (1e-4, 132), (0.0032, 127), (0.02, 100), (0.2, 32), (1.0, 8), (1e6, 1)],
+)
+def test_what_another_launch_needs_is_left_to_it(probe, pair_time, most, with_table):
+    """24,000 ns of one multiprocessor here, 225 at the rate of the memory."""
+    rules = Rules(
+        [1] * 30 + [500, 0, 100], [160, 320] * 15 + [1000, 5, 100], window=(-1, 0), spans=132,
+        most_rows=16, tile_time=53.5, tile_floor=0.5, pair_time=pair_time,
+    )  # fmt: skip
+    segments, spans = check(rules, probe.run(rules, with_table))
+    tiles, pairs = sum(n for _, n in segments), 500 * (501 + 1000) / 2 + 100 * 101 / 2
+    assert tiles == 450
+    time = max(0.5 * tiles, (53.5 * tiles + pair_time * pairs) / 132)
+    wanted = 132 - pair_time * pairs / time
+    assert abs(sum(n > 0 for n in spans) - max(1.0, wanted)) <= 1
+    assert abs(sum(n > 0 for n in spans) - most) <= 1
 
 
 def test_nothing_to_do(probe):

@@ -59,7 +59,9 @@ class Placement:
             (rows, columns), _, (stride, _) = arrays.block_table
             table_bytes = (rows - 1) * stride + columns * 4
         ahead = table_bytes if table_bytes <= _LARGEST_PREFETCH else 0
-        self.tails = tuple(DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide) for wide in (0, 1))
+        self.tails = tuple(
+            DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide, *plan.times) for wide in (0, 1)
+        )
         self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 
     def maps(self, device: Device, k: Any, v: Any) -> tuple[bytes, bytes]:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
-from .decode_tile import BUCKETS, DecodeTile, row_tiles, schedule_variant
+from .costs import ALONE, beside_prefill
+from .decode_tile import BUCKETS, DecodeTile, row_tiles, schedule_variant, warp_counts
 from .device import DeviceInfo
 from .dtypes import FP16
 from .plan import Plan
@@ -20,16 +21,17 @@ __all__ = [
     "decode_plans",
     "decode_refusal",
     "make_decode_plan",
+    "most_decode_rows",
     "schedule_plan",
+    "workspace_behind",
 ]
 
 LARGEST_SCAN = 512
 """Requests that every block adds up for itself: 128 threads, 4 each."""
 
-PREFIX_EXTRA = 5
+PREFIX_EXTRA = 6
 """int32 words of the table of schedule.cu besides one a request."""
 
-_THREADS, _WARPS = 128, 4
 _SCHEDULE_THREADS = 1024
 _LARGEST_WORKSPACE = 1 << 28
 _RESERVED = 1024  # bytes of shared memory that every block takes besides its own
@@ -38,6 +40,7 @@ _FEW_SEGMENTS = 4  # up to which one block a multiprocessor leaves fewer pieces 
 _ALIGN_BYTES = 1_600_000_000  # of keys and values; past it spans of equal length win
 _CONTIGUOUS = 256  # bytes of neighbouring heads that are worth reading together
 _MOST_TILES = 1 << 31
+_LINE = 256  # bytes
 _ANY_ROWS = (1 << 31) - 1
 
 
@@ -58,7 +61,9 @@ class DecodePlan:
         Where in the workspace, after the partial outputs, their states lie, the table, and counters
         of arrivals if there are no others.
     numbers : tuple of int
-        The fields of ``DecodeParams`` after its pointers.
+        The fields of ``DecodeParams`` after its pointers, up to the block table's.
+    times : tuple of float
+        Its last fields.
     box_rows, k_panels, v_panels : int
         Keys of a TMA box; panels of 128 bytes that are loaded of a row.
     whole_boxes : bool
@@ -73,10 +78,15 @@ class DecodePlan:
     table_at: int
     counters_at: int
     numbers: tuple[int, ...]
+    times: tuple[float, float, float]
     box_rows: int
     k_panels: int
     v_panels: int
     whole_boxes: bool
+
+    def with_workspace(self, nbytes: int) -> DecodePlan:
+        """The same with more workspace, behind its own."""
+        return replace(self, attend=replace(self.attend, workspace_bytes=nbytes))
 
 
 def schedule_plan(batch: int) -> Plan:
@@ -92,7 +102,7 @@ def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
         return "batch_invariant=True: its spans depend on the other requests"
     if not problem.batch or not problem.total_q:
         return "there are no queries"
-    most = row_tiles(_bucket(problem))[-1]
+    most = most_decode_rows(problem)
     rows = _tokens(problem) * problem.group_size
     if rows > most:
         return f"a request may have {rows} rows a KV head, it takes {most}"
@@ -101,6 +111,11 @@ def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
     if tiles >= _MOST_TILES:
         return f"{tiles} key tiles within the bounds, it counts to {_MOST_TILES - 1}"
     return ""
+
+
+def most_decode_rows(problem: AttentionProblem) -> int:
+    """Queries times heads of a group that a request may have."""
+    return row_tiles(_bucket(problem))[-1]
 
 
 def _bucket(problem: AttentionProblem) -> int:
@@ -115,12 +130,14 @@ def _tokens(problem: AttentionProblem) -> int:
     return min(problem.max_seqlen_q, problem.total_q)
 
 
-def _tile(problem: AttentionProblem) -> DecodeTile:
+def _tile(problem: AttentionProblem, alone: bool = False) -> DecodeTile:
+    """``alone``: one block has a multiprocessor."""
     cache, head_dim = problem.kv_type, _bucket(problem)
     rows = _tokens(problem) * problem.group_size
     tiles = row_tiles(head_dim)
     compute = FP16 if cache.is_fp8 else cache
-    return DecodeTile(compute, cache, head_dim, next((r for r in tiles if rows <= r), tiles[-1]))
+    fitting = next((r for r in tiles if rows <= r), tiles[-1])
+    return DecodeTile(compute, cache, head_dim, fitting, warp_counts(head_dim)[-1 if alone else 0])
 
 
 def _side_by_side(problem: AttentionProblem, info: DeviceInfo) -> int:
@@ -129,7 +146,7 @@ def _side_by_side(problem: AttentionProblem, info: DeviceInfo) -> int:
     Not where it leaves too few segments: a split one costs more than the rows gain.
     """
     row, heads = problem.head_dim * problem.kv_type.itemsize, 1
-    while heads < _WARPS and heads * row < _CONTIGUOUS:
+    while heads < 4 and heads * row < _CONTIGUOUS:
         fewer, rest = divmod(problem.num_heads_kv, 2 * heads)
         if rest or problem.batch * fewer < info.num_sms:
             break
@@ -146,28 +163,30 @@ def make_decode_plan(
 ) -> DecodePlan:
     """The launches of a problem that is not refused; fewer spans fit a small workspace.
 
-    Requests of more than ``most_rows`` rows (queries times heads of a group) are left as they are.
+    Requests of more than ``most_rows`` rows (queries times heads of a group) are left to a prefill
+    launch, which runs beside this one.
     """
-    tile, unit = _tile(problem), _side_by_side(problem, info)
-    row_block = min(tile.rows, max(1, _tokens(problem) * problem.group_size))
+    unit, mixed = _side_by_side(problem, info), most_rows < _ANY_ROWS
     segments = problem.batch * problem.num_heads_kv // unit
+    alone = mixed or _bucket(problem) > 128 or segments <= _FEW_SEGMENTS
+    tile, blocks = _tile(problem, alone), 1 if alone else 2  # a multiprocessor
+    row_block = min(tile.rows, max(1, _tokens(problem) * problem.group_size))
     table = problem.batch > LARGEST_SCAN
     prefix_bytes = _round16((problem.batch + PREFIX_EXTRA) * 4) if table else 0
     slot_bytes = 2 * unit * row_block * (problem.head_dim_v + 2) * 4
-    blocks = 1 if tile.head_dim > 128 or segments <= _FEW_SEGMENTS else 2  # a multiprocessor
     pieces, most = problem.num_splits, min(info.num_sms * blocks, COUNTERS)
     spans = min(most, max(0, workspace_limit - prefix_bytes) // (slot_bytes + 4))
     if spans < min(segments, most) or spans < 2:
         pieces, spans = 1, most
     room = (info.smem_optin + _RESERVED) // blocks - _RESERVED
-    per_stage = _WARPS * (tile.stage_bytes + 8)
+    per_stage = tile.warps * (tile.stage_bytes + 8)
     columns, prefix_words = min(tile.head_dim, 128), 0 if table else problem.batch + 1
     rest = _rest_bytes(tile, row_block, columns, prefix_words)
     # Two stages and all columns merged at a time are quicker than three stages.
     while columns > 16 and rest + 2 * per_stage > room:
         columns //= 2
         rest = _rest_bytes(tile, row_block, columns, prefix_words)
-    wanted = _IN_FLIGHT // (blocks * _WARPS * tile.stage_bytes)
+    wanted = _IN_FLIGHT // (blocks * tile.warps * tile.stage_bytes)
     stages = max(1, min((room - rest) // per_stage, wanted))
     box_rows = gcd(problem.page_size, 16) if problem.page_size else 16
     k_panels, v_panels, whole = _panels(problem, tile, box_rows)
@@ -179,7 +198,7 @@ def make_decode_plan(
         row_block,
         problem.num_heads_kv // unit,
         _log2(unit),
-        _log2(_WARPS // unit),
+        _log2(tile.warps // unit),
         min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
         pieces,
         most_rows,
@@ -198,7 +217,8 @@ def make_decode_plan(
     counters_at = table_at + prefix_bytes
     nbytes = counters_at + (_round16(spans * 4) if rows else 0)
     smem_bytes = stages * per_stage + rest
-    attend = Plan(tile.variant, (spans, 1, 1), (_THREADS, 1, 1), smem_bytes, nbytes, True)
+    threads = 32 * tile.warps
+    attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, nbytes, True)
     return DecodePlan(
         attend=attend,
         schedule=schedule_plan(problem.batch),
@@ -208,11 +228,17 @@ def make_decode_plan(
         table_at=table_at,
         counters_at=counters_at,
         numbers=numbers,
+        times=beside_prefill(problem, tile_bytes) if mixed else ALONE,
         box_rows=box_rows,
         k_panels=k_panels,
         v_panels=v_panels,
         whole_boxes=whole,
     )
+
+
+def workspace_behind(plan: Plan) -> int:
+    """Where the workspace of a launch beside this one begins."""
+    return -(-plan.workspace_bytes // _LINE) * _LINE
 
 
 def _log2(power: int) -> int:
@@ -229,8 +255,8 @@ def _round16(nbytes: int) -> int:
 
 def _rest_bytes(tile: DecodeTile, row_block: int, columns: int, prefix_words: int) -> int:
     """Shared memory besides the ring, as mainloop/decode_merge_sm90.cuh lays it out."""
-    floats = _WARPS * max(128 + 4, row_block * (columns + 4))
-    return floats * 4 + _WARPS * tile.rows * 8 + (2 * _WARPS + 2) * 4 + prefix_words * 4
+    floats = tile.warps * max(128 + 4, row_block * (columns + 4))
+    return floats * 4 + tile.warps * (tile.rows * 8 + 3 * 4) + 2 * 4 + prefix_words * 4
 
 
 def _panels(problem: AttentionProblem, tile: DecodeTile, box_rows: int) -> tuple[int, int, bool]:
@@ -244,10 +270,11 @@ def _panels(problem: AttentionProblem, tile: DecodeTile, box_rows: int) -> tuple
     return k_panels, v_panels, whole
 
 
-def decode_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+def decode_plans(problem: AttentionProblem, info: DeviceInfo, beside: int = 0) -> list[Plan]:
     """Every launch of the decode kernel that calls within a problem's bounds may need.
 
-    Their workspace is enough for any of the calls.
+    Their workspace is enough for any of the calls, and ``beside`` bytes more for prefill launches
+    that take the longer requests.
     """
     if info.capability != (9, 0) or problem.batch_invariant or not problem.batch:
         return []
@@ -257,9 +284,13 @@ def decode_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
         if tokens:
             largest = replace(problem, max_seqlen_q=tokens)
             if not decode_refusal(largest, info):
-                plans.append(make_decode_plan(largest, info))
-    nbytes = max((plan.attend.workspace_bytes for plan in plans), default=0)
-    found = [plan.attend for plan in plans]
+                plans.append(make_decode_plan(largest, info).attend)
+                if beside and tokens < problem.max_seqlen_q:
+                    mixed = make_decode_plan(largest, info, most_rows=tokens * problem.group_size)
+                    behind = workspace_behind(mixed.attend) + beside
+                    plans.append(mixed.with_workspace(behind).attend)
+    nbytes = max((plan.workspace_bytes for plan in plans), default=0)
+    found = list(plans)
     if problem.batch > LARGEST_SCAN:
         found.append(schedule_plan(problem.batch))
     return [replace(plan, workspace_bytes=nbytes) for plan in found]

@@ -17,6 +17,7 @@ __all__ = [
     "decode_variants",
     "row_tiles",
     "schedule_variant",
+    "warp_counts",
 ]
 
 DECODE_PARAMS = ParamsLayout(
@@ -40,6 +41,7 @@ DECODE_PARAMS = ParamsLayout(
     ("group_inverse", "u32"),
     ("table_bytes", "i32"),
     ("out_wide", "i32"),
+    *((name, "f32") for name in ("tile_time", "tile_floor", "pair_time")),
 )
 """The layout of ``core/decode_params.cuh``."""
 
@@ -52,12 +54,13 @@ _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """What is compiled: type of the products, of the cache, head bucket, rows of a segment."""
+    """What is compiled: types of products and cache, head bucket, rows of a segment, warps."""
 
     compute: ScalarType
     cache: ScalarType
     head_dim: int
     rows: int
+    warps: int = 4
 
     @property
     def keys(self) -> int:
@@ -78,12 +81,13 @@ class DecodeTile:
         return Variant(
             "attention_decode_sm90.cu",
             f"attention_decode_sm90_{self.compute.name}_{self.cache.name}_d{self.head_dim}"
-            f"_r{self.rows}",
+            f"_r{self.rows}" + (f"_w{self.warps}" if self.warps > 4 else ""),
             _ARCH,
             (
                 ("COMPUTE_TYPE", self.compute.code),
                 ("DECODE_NBYTES", DECODE_PARAMS.nbytes),
                 ("DECODE_ROWS", self.rows),
+                ("DECODE_WARPS", self.warps),
                 ("HEAD_DIM", self.head_dim),
                 ("KEY_TILE", self.keys),
                 ("KV_TYPE", self.cache.code),
@@ -97,6 +101,11 @@ def row_tiles(head_dim: int) -> tuple[int, ...]:
     return (8,) if head_dim > 128 else (8, 16)
 
 
+def warp_counts(head_dim: int) -> tuple[int, ...]:
+    """Warps of a block that there are: two blocks of 4 on a multiprocessor, or one of either."""
+    return (4,) if head_dim > 128 else (4, 8)
+
+
 def decode_variants(arch: str) -> Iterator[Variant]:
     """All that the Hopper decode kernel can be asked for."""
     if arch != "sm_90":
@@ -104,7 +113,8 @@ def decode_variants(arch: str) -> Iterator[Variant]:
     for compute, cache in _CACHES:
         for head_dim in BUCKETS:
             for rows in row_tiles(head_dim):
-                yield DecodeTile(compute, cache, head_dim, rows).variant
+                for warps in warp_counts(head_dim):
+                    yield DecodeTile(compute, cache, head_dim, rows, warps).variant
     yield schedule_variant()
 
 

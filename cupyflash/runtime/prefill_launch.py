@@ -135,10 +135,10 @@ def _queue(
     layout, arrays = call.layout, call.arrays
     placed = layout.kept.get(plan) or layout.keep(plan, lambda: _placement(layout, plan))
     maps, promotion, outside = placed
-    partial = block if plan.combine is not None else None
+    partial = block[plan.workspace_at :] if plan.combine is not None else None
     packed = pack_attention(call, device, *found, partial, plan.tiling)
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
-    links = device.pointer(block) + plan.partial_bytes
+    links = device.pointer(block) + plan.workspace_at + plan.partial_bytes
     own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, -plan.tiling.most_rows)
     kind = _UINT8 if layout.problem.kv_type.is_fp8 else _UINT16
     encoded = tuple(

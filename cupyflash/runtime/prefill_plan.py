@@ -68,6 +68,8 @@ class PrefillPlan:
     pack, box_keys : int
         Query heads in the rows of a tile; keys of a TMA box.
     partial_bytes : int
+    workspace_at : int
+        Where in the workspace it begins: what is before belongs to a launch that runs beside it.
     """
 
     attend: Plan
@@ -77,6 +79,7 @@ class PrefillPlan:
     pack: int
     box_keys: int
     partial_bytes: int
+    workspace_at: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,12 +222,15 @@ def make_prefill_plan(
     info: DeviceInfo,
     workspace_limit: int = _LARGEST_WORKSPACE,
     most_skipped: int = 0,
+    workspace_at: int = 0,
 ) -> PrefillPlan:
     """The launches of a problem that is not refused; splits fit ``workspace_limit``.
 
-    Requests of at most ``most_skipped`` rows (queries times heads of a group) are left as they are.
+    Requests of at most ``most_skipped`` rows (queries times heads of a group) are left to a decode
+    launch before, which runs beside this one and has the first ``workspace_at`` bytes.
     """
     tile, pack = _tile(problem), _pack(problem)
+    workspace_limit -= workspace_at
     tiles, blocks = _items(problem, tile)
     chunk, splits = _choose_splits(problem, info, tile, tiles, workspace_limit)
     items = tiles * splits
@@ -240,7 +246,8 @@ def make_prefill_plan(
         (min(info.num_sms, items), 1, 1),
         (_THREADS, 1, 1),
         tile.smem_bytes,
-        partial_bytes + items * 4,
+        workspace_at + partial_bytes + items * 4,
+        most_skipped > 0,
     )
     groups = problem.num_heads_q // pack
     return PrefillPlan(
@@ -254,6 +261,7 @@ def make_prefill_plan(
         pack,
         _box_keys(problem),
         partial_bytes,
+        workspace_at,
     )
 
 

@@ -8,9 +8,6 @@
 #include "block/query_tile.cuh"
 #include "core/decode_params.cuh"
 
-constexpr int kDecodeWarps = 4;
-constexpr int kDecodeThreads = 32 * kDecodeWarps;
-
 // The token that a row belongs to: the row over the group size, for rows below 2^16.
 __device__ __forceinline__ int token_of(const DecodeParams &d, int row) {
   return d.group_inverse ? static_cast<int>(__umulhi(row, d.group_inverse)) : row;
@@ -74,6 +71,7 @@ struct DecodeRows {
   float scales[kWiden ? kRowTiles : 1][2];  // of the scores, to base 2 unless modified
   bool modified;  // scores get a soft cap or ALiBi, and are to base 2 afterwards
   int kv_begin, kv_end, free_begin, free_end;
+  int count;
 
   __device__ __forceinline__ float scale(int j, int x) const {
     return scales[kWiden ? j : 0][kWiden ? x : 0];
@@ -89,6 +87,9 @@ struct DecodeRows {
   __device__ __forceinline__ bool all_see(int key, int count) const {
     return !modified && key >= free_begin && key + count <= free_end;
   }
+
+  // Whether the first row tile has all rows.
+  __device__ __forceinline__ bool few() const { return count <= 8; }
 
   // Elements 2q.. of a step lie with the lanes as the keys do: pairs 2q and 2q + 8, or, widened, 4q
   // and 4q + 2.
@@ -125,7 +126,7 @@ struct DecodeRows {
     const int lane = threadIdx.x % 32, q = lane % 4;
     const int shift = request.kv_len - request.q_len;
     const KeyRange seen = visible_keys(p, request, 0, request.q_len - 1);
-    kv_begin = seen.begin, kv_end = seen.end;
+    kv_begin = seen.begin, kv_end = seen.end, count = row_end - row_begin;
     const int first = token_of(d, row_begin) + shift, last = token_of(d, row_end - 1) + shift;
     free_begin = p.window_left < 0 ? kv_begin : max(kv_begin, last - p.window_left);
     free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);

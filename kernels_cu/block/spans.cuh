@@ -35,17 +35,28 @@ __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
   return w;
 }
 
+// Queries times keys of a request that is left to another kernel.
+__device__ __forceinline__ float long_pairs(const AttentionParams &p, const DecodeParams &d,
+                                            const Request &request) {
+  if (request.q_len * p.group <= d.most_rows) return 0.f;
+  const KeyRange first = visible_keys(p, request, 0, 0);
+  const KeyRange last = visible_keys(p, request, request.q_len - 1, request.q_len - 1);
+  const int keys = max(0, first.end - first.begin) + max(0, last.end - last.begin);
+  return 0.5f * static_cast<float>(request.q_len) * static_cast<float>(keys);
+}
+
 struct BatchTotals {
   int tiles;
   int largest;         // tiles of a segment
   int first_tiles;     // of each segment of request 0
   int first_segments;  // of request 0
   bool alike;          // all requests are as request 0
+  float pairs;         // of the requests that are left to another kernel
 };
 
 // Adds requests begin..end - 1 up, as many a thread as it takes. prefix[i + 1] are the tiles of
 // requests 0..i; `before` are the totals of earlier calls. Barriers inside.
-// scratch [2 * warps + 2].
+// scratch [3 * warps + 2].
 template <int kBlock>
 __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const DecodeParams &d,
                                               int begin, int end, BatchTotals before, i32 *prefix,
@@ -56,9 +67,11 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
   const int mine = begin + static_cast<int>(threadIdx.x) * each, last = min(end, mine + each);
   int sum = 0, largest = 0, tiles = -1, segments = -1;
   bool alike = true;
+  float pairs = 0.f;
 #pragma unroll 1
   for (int i = mine; i < last; ++i) {
     const RequestWork w = request_work(p, d, i);
+    if (d.pair_time > 0.f) pairs += long_pairs(p, d, w.request);
     sum += w.tiles * w.segments;
     largest = max(largest, w.tiles);
     alike &= i == mine || (w.tiles == tiles && w.segments == segments);
@@ -71,6 +84,12 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
     if (lane >= step) upto += other;
   }
   largest = static_cast<int>(__reduce_max_sync(0xffffffffu, static_cast<u32>(largest)));
+  float *const pair_sums = reinterpret_cast<float *>(scratch + 2 * kWarps + 2);
+  if (d.pair_time > 0.f) {
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) pairs += __shfl_xor_sync(0xffffffffu, pairs, mask);
+    if (lane == 0) pair_sums[warp] = pairs;
+  }
   if (lane == 31) scratch[warp] = upto, scratch[kWarps + warp] = largest;
   if (threadIdx.x == 0) {
     scratch[2 * kWarps] = begin ? before.first_tiles : tiles;
@@ -84,6 +103,7 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
     if (w < warp) run += scratch[w];
     totals.tiles += scratch[w];
     totals.largest = max(totals.largest, scratch[kWarps + w]);
+    if (d.pair_time > 0.f) totals.pairs += pair_sums[w];
   }
   totals.first_tiles = scratch[2 * kWarps], totals.first_segments = scratch[2 * kWarps + 1];
   alike &= mine >= last || (tiles == totals.first_tiles && segments == totals.first_segments);
@@ -107,7 +127,7 @@ class Spans {
   __device__ __forceinline__ Spans(const DecodeParams &d, int batch, const i32 *prefix,
                                    const BatchTotals &totals)
       : prefix(prefix), batch_(batch), total_(totals.tiles), single_(d.most_pieces == 1) {
-    const u32 total = totals.tiles, limit = d.spans;
+    const u32 total = totals.tiles, limit = shared_spans(d, totals);
     count_ = min(limit, (total + (1 << d.fewest_shift) - 1) >> d.fewest_shift);
     if (totals.alike && totals.first_tiles && total <= static_cast<u32>(d.align_most)) {
       cut_alike(d, totals.first_tiles, totals.first_segments * batch, limit);
@@ -160,6 +180,18 @@ class Spans {
   const i32 *const prefix;
 
  private:
+  // How many multiprocessors to take of those that another kernel shares: it takes the others now
+  // and these when their spans end, and both should end together. One span a multiprocessor.
+  __device__ __forceinline__ static u32 shared_spans(const DecodeParams &d,
+                                                     const BatchTotals &totals) {
+    if (!(totals.pairs > 0.f)) return d.spans;
+    const float all = static_cast<float>(d.spans), tiles = static_cast<float>(totals.tiles);
+    const float others = totals.pairs * d.pair_time;
+    const float time = fmaxf(tiles * d.tile_floor, (others + tiles * d.tile_time) / all);
+    const int left = static_cast<int>(all - others / time + 0.5f);
+    return min(max(left, 1), d.spans);
+  }
+
   __device__ __forceinline__ static int find(const i32 *prefix, int batch, int tile) {
     int low = 0, high = batch;
     while (high - low > 1) {

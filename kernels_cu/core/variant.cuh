@@ -61,11 +61,13 @@ struct DecodeVariant {
   static constexpr int kHeadDim = HEAD_DIM;  // a bucket: at least those of k and v
   static constexpr int kRowTiles = DECODE_ROWS / 8;
   static constexpr int kKeys = KEY_TILE;              // of a warp's tile
+  static constexpr int kWarps = DECODE_WARPS, kThreads = 32 * kWarps;
   static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
   static constexpr int kParamsBytes = DECODE_NBYTES;
 };
 static_assert(DecodeVariant::kCompute == kFp16 || DecodeVariant::kCompute == kBf16, "");
 static_assert(DECODE_ROWS % 8 == 0 && KEY_TILE % 16 == 0, "tiles of the products");
+static_assert(DECODE_WARPS == 4 || DECODE_WARPS == 8, "a multiprocessor has 8 in all");
 #endif
 
 #ifdef PREFILL_NBYTES
@@ -114,4 +116,27 @@ struct LatentVariant {
   static constexpr int kParamsBytes = LATENT_NBYTES;
 };
 static_assert(LatentVariant::kCompute == kFp16 || LatentVariant::kCompute == kBf16, "");
+#endif
+
+#ifdef SHARED_NBYTES
+// The schedule of shared prefixes.
+struct SharedScheduleVariant {
+  static constexpr int kSharedBytes = SHARED_NBYTES;
+};
+#ifdef SHARED_ROWS
+// Decoding with shared prefixes on 9.0: own keys a warp by itself, shared ones in tiles.
+struct SharedVariant {
+  static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr ScalarType kCache = kCompute;
+  static constexpr int kHeadDim = HEAD_DIM;  // a bucket: at least those of k and v
+  static constexpr int kRowTiles = SHARED_ROWS / 8;
+  static constexpr int kKeys = KEY_TILE;  // of a tile of own keys
+  static constexpr bool kWiden = false;
+  static constexpr int kStages = KEY_STAGES;     // of shared keys and values
+  static constexpr int kOwnStages = OWN_STAGES;  // of own ones, a warp
+  static constexpr int kTileRegisters = TILE_REGISTERS;
+  static constexpr int kOwnRegisters = OWN_REGISTERS;
+  static constexpr int kParamsBytes = DECODE_NBYTES;
+};
+#endif
 #endif

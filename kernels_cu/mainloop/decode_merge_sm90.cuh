@@ -40,7 +40,8 @@ struct Piece {
 
 template <class V>
 class DecodeMerge {
-  static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16;
+  static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16, kWarps = V::kWarps;
+  static constexpr int kWarpsShift = kWarps == 8 ? 3 : 2;
   static constexpr int kPad = 4;          // floats, against bank conflicts
   static constexpr int kWide = 128 + kPad;
   static constexpr int kAtOnce = 16;      // partial rows that are asked for together
@@ -49,17 +50,17 @@ class DecodeMerge {
  public:
   __device__ __forceinline__ DecodeMerge(const AttentionParams &p, const DecodeParams &d, char *at)
       : p(p), d(d), values_(reinterpret_cast<float *>(at)) {
-    const int floats = kDecodeWarps * max(kWide, d.row_block * ((1 << d.column_shift) + kPad));
+    const int floats = kWarps * max(kWide, d.row_block * ((1 << d.column_shift) + kPad));
     states_ = reinterpret_cast<float2 *>(values_ + floats);
   }
 
   __device__ __forceinline__ u64 *barriers() const {
-    return reinterpret_cast<u64 *>(states_ + kDecodeWarps * 8 * kRowTiles);
+    return reinterpret_cast<u64 *>(states_ + kWarps * 8 * kRowTiles);
   }
   __device__ __forceinline__ i32 *scratch() const {
-    return reinterpret_cast<i32 *>(barriers() + kDecodeWarps * d.stages);
+    return reinterpret_cast<i32 *>(barriers() + kWarps * d.stages);
   }
-  __device__ __forceinline__ i32 *prefix() const { return scratch() + 2 * kDecodeWarps + 2; }
+  __device__ __forceinline__ i32 *prefix() const { return scratch() + 3 * kWarps + 2; }
 
   // Rows of requests without keys, dealt to all blocks.
   __device__ __forceinline__ void write_empty(const i32 *prefix, int cta) const {
@@ -131,21 +132,21 @@ class DecodeMerge {
     const int unit = 1 << d.unit_shift;
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows << (d.unit_shift + d.column_shift - 2);
-         i += kDecodeThreads) {
+         i += V::kThreads) {
       const int all = i >> (d.column_shift - 2), side = all & (unit - 1), row = all >> d.unit_shift;
       const int in_pass = i * 4 & ((1 << d.column_shift) - 1), at = column + in_pass;
       if (at >= p.head_dim_v) continue;
       float top = -infinity(), sum = 0.f, acc[4] = {};
-      float2 state[kDecodeWarps];
+      float2 state[kWarps];
 #pragma unroll
-      for (int w = 0; w < kDecodeWarps; ++w) {
+      for (int w = 0; w < kWarps; ++w) {
         state[w] = states_[w * 8 * kRowTiles + row];
         if ((w & (unit - 1)) != side) state[w] = {-infinity(), 0.f};  // of another head
         top = fmaxf(top, state[w].x);
       }
       const float shift = top == -infinity() ? 0.f : top;
 #pragma unroll
-      for (int w = 0; w < kDecodeWarps; ++w) {
+      for (int w = 0; w < kWarps; ++w) {
         if (state[w].y == 0.f) continue;  // a warp without tiles has no values either
         const float factor = exp2_approx(state[w].x - shift);
         const float4 v = *reinterpret_cast<const float4 *>(
@@ -217,7 +218,7 @@ class DecodeMerge {
   __device__ __forceinline__ void write_nothing(const Request &request) const {
     const int quads = p.head_dim_v / 4;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < request.q_len * p.heads_q * quads; i += kDecodeThreads) {
+    for (int i = threadIdx.x; i < request.q_len * p.heads_q * quads; i += V::kThreads) {
       const int row = i / quads, column = (i - row * quads) * 4;
       const int in_request = row / p.heads_q, head = row - in_request * p.heads_q;
       const i64 token = static_cast<i64>(request.q_begin) + in_request;
@@ -235,7 +236,7 @@ class DecodeMerge {
     const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
     // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
     // the grid is no larger than what runs at the same time.
-    const bool shared = all_rows > 1 && count * all_rows > 32 * kDecodeWarps &&
+    const bool shared = all_rows > 1 && count * all_rows > 32 * kWarps &&
                         count >= 4 * all_rows;
     const int helpers = shared ? all_rows : 1;
     if (threadIdx.x == 0) {
@@ -253,11 +254,12 @@ class DecodeMerge {
     if (turn < 0) return;
     const int warp = threadIdx.x / 32;
     // Warps a row: a power of two. With several, every warp takes one row and meets the others.
-    const int each_shift = shared || all_rows == 1 ? 2 : all_rows == 2 ? 1 : 0;
+    const int split = 32 - __clz(all_rows - 1);  // log2 of the rows, rounded up
+    const int each_shift = shared ? kWarpsShift : max(0, kWarpsShift - split);
     int row = shared ? turn : warp >> each_shift;
     do {
       merge_row(piece, first, count, row, row < all_rows, each_shift);
-      row += kDecodeWarps;
+      row += kWarps;
     } while (each_shift == 0 && row < all_rows);
     __syncthreads();
   }

@@ -36,6 +36,8 @@ struct DecodeProducts {
     return fp8_to_fp16<V::kWiden ? V::kCache : kE4m3>(pair);
   }
 
+  // kTiles: row tiles that have rows.
+  template <int kTiles>
   __device__ __forceinline__ void score(u32 tile, const Rows &rows,
                                         float (&s)[kKeyTiles][kRowTiles][4]) const {
     const int token = lane % 8 + (lane & 8);
@@ -43,7 +45,7 @@ struct DecodeProducts {
 #pragma unroll
     for (int t = 0; t < kKeyTiles; ++t) {
 #pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) s[t][j][e] = 0.f;
       }
@@ -64,14 +66,14 @@ struct DecodeProducts {
               const u32 a[4] = {widen(r[2 * h] & 0xffffu), widen(r[2 * h + 1] & 0xffffu),
                                 widen(r[2 * h] >> 16), widen(r[2 * h + 1] >> 16)};
 #pragma unroll
-              for (int j = 0; j < kRowTiles; ++j) {
+              for (int j = 0; j < kTiles; ++j) {
                 mma_16x8x16<V::kCompute>(s[t][j], a, rows.query[j][n + h][0],
                                          rows.query[j][n + h][1]);
               }
             }
           } else {
 #pragma unroll
-            for (int j = 0; j < kRowTiles; ++j) {
+            for (int j = 0; j < kTiles; ++j) {
               mma_16x8x16<V::kCompute>(s[t][j], r, rows.query[j][n][0], rows.query[j][n][1]);
             }
           }
@@ -81,7 +83,7 @@ struct DecodeProducts {
   }
 
   // `keep`: which of the keys 2q, 2q + 1 and 8 after those of this lane count.
-  template <bool kEdge>
+  template <bool kEdge, int kTiles>
   __device__ __forceinline__ void accumulate(u32 tile, const u32 (&weight)[kRowTiles][2],
                                              const u32 (&keep)[2],
                                              float (&acc)[kSteps][kRowTiles][4]) const {
@@ -105,14 +107,14 @@ struct DecodeProducts {
                         widen(high >> 16)};
             if constexpr (kEdge) mask_values(a, keep);
 #pragma unroll
-            for (int j = 0; j < kRowTiles; ++j) {
+            for (int j = 0; j < kTiles; ++j) {
               mma_16x8x16<V::kCompute>(acc[n + h][j], a, weight[j][0], weight[j][1]);
             }
           }
         } else {
           if constexpr (kEdge) mask_values(r, keep);
 #pragma unroll
-          for (int j = 0; j < kRowTiles; ++j) {
+          for (int j = 0; j < kTiles; ++j) {
             mma_16x8x16<V::kCompute>(acc[n][j], r, weight[j][0], weight[j][1]);
           }
         }
@@ -125,17 +127,19 @@ struct DecodeProducts {
     a[0] &= keep[0], a[1] &= keep[0], a[2] &= keep[1], a[3] &= keep[1];
   }
 
-  // One tile: scores, running softmax over the keys, sums of values.
-  template <bool kEdge>
+  // One tile: scores, running softmax over the keys, sums of values; of the first kTiles row tiles.
+  template <bool kEdge, int kTiles = kRowTiles>
   __device__ __forceinline__ void take_tile(u32 tile, int key, const Rows &rows,
                                             DecodeState<V> &state) const {
     float s[kKeyTiles][kRowTiles][4];
-    score(tile, rows, s);
+    score<kTiles>(tile, rows, s);
     if constexpr (kEdge) rows.modify_and_mask(p, key, s);
     bool grew = false;
     float top[kRowTiles][2];
 #pragma unroll
-    for (int j = 0; j < kRowTiles; ++j) {
+    for (int j = 0; j < kRowTiles; ++j) top[j][0] = top[j][1] = -infinity();
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int x = 0; x < 2; ++x) {
         float most = -infinity();
@@ -150,7 +154,7 @@ struct DecodeProducts {
     for (int t = 0; t < kKeyTiles; ++t) {
       u32 weight[kRowTiles][2];
 #pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
+      for (int j = 0; j < kTiles; ++j) {
         float w[4];
 #pragma unroll
         for (int x = 0; x < 2; ++x) {
@@ -166,7 +170,7 @@ struct DecodeProducts {
       }
       u32 keep[2] = {};
       if constexpr (kEdge) rows.kept_keys(key + t * 16, keep);
-      accumulate<kEdge>(tile + t * 2 * kSideBytes, weight, keep, state.acc);
+      accumulate<kEdge, kTiles>(tile + t * 2 * kSideBytes, weight, keep, state.acc);
     }
   }
 };

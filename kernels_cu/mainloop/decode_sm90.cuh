@@ -20,7 +20,7 @@ struct DecodeLoop : DecodeProducts<V> {
   const TensorMap *const k_map, *const v_map;
   const int warp = threadIdx.x / 32;
   const int side_head = warp & ((1 << d.unit_shift) - 1);  // of the heads side by side, the warp's
-  const int step = kDecodeWarps >> d.unit_shift;  // tiles from one of its own to the next
+  const int step = V::kWarps >> d.unit_shift;  // tiles from one of its own to the next
   const u32 ring, barrier;
   const int span_end;
   int next, asked = 0;   // the next tile to ask for
@@ -168,7 +168,11 @@ struct DecodeLoop : DecodeProducts<V> {
       mbarrier_wait(barrier + stage * 8, parity);
       const u32 tile = ring + stage * kStageBytes;
       if (rows.all_see(key, kKeys)) {
-        Products::template take_tile<false>(tile, key, rows, state);
+        if (V::kRowTiles > 1 && rows.few()) {
+          Products::template take_tile<false, 1>(tile, key, rows, state);
+        } else {
+          Products::template take_tile<false>(tile, key, rows, state);
+        }
       } else {
         Products::template take_tile<true>(tile, key, rows, state);
       }

@@ -170,8 +170,9 @@ struct PrefillLoader {
     typename S::Rest &r = shared.rest();
     Ring<S::kQueryStages> q;
     Ring<S::kStages> k;
-    const int items = count_items(x, r.order);
-    int item = blockIdx.x;
+    const int items = count_items(x, r.order), dealt = count_dealt();
+    int item = dealt ? static_cast<int>(blockIdx.x)
+                     : __shfl_sync(0xffffffffu, claim(items), 0);
     bool again = false;  // going through the list of tiles that run again
     bool real = false;   // `number` is a tile, and no message
 #pragma unroll 1
@@ -198,7 +199,7 @@ struct PrefillLoader {
         if (n == seek_at) {
           if (real) {
             item = again ? *reinterpret_cast<const volatile i32 *>(x.links + item)
-                         : static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, claimed, 0);
+                         : dealt + __shfl_sync(0xffffffffu, claimed, 0);
           }
           found = seek(item, items, again, number + 1);
           if (S::kQueryStages > 1 && found) load_queries(number + 1, q);
@@ -222,14 +223,21 @@ struct PrefillLoader {
   __device__ __forceinline__ bool seek(int &item, int items, bool again, int number) const {
     while (again ? item != kNoLink : item < items) {
       if (locate_tile<kKeys>(p, x, shared.rest().order, item, tile(number))) return true;
-      item = static_cast<int>(gridDim.x) + __shfl_sync(0xffffffffu, claim(items), 0);
+      item = count_dealt() + __shfl_sync(0xffffffffu, claim(items), 0);
     }
     return false;
   }
 
-  // Each item claims another one, so the counter is 0 again after the last.
+  // Items that blocks have without a claim: one each. None beside another kernel, where some blocks
+  // start late.
+  __device__ __forceinline__ int count_dealt() const {
+    return x.most_skipped ? 0 : static_cast<int>(gridDim.x);
+  }
+
+  // Each item, and each block that was dealt none, claims one: the counter is 0 again after the last.
   __device__ __forceinline__ int claim(int items) const {
-    return lane == 0 ? static_cast<int>(atomicInc(x.counter, items - 1)) : 0;
+    const u32 claims = items + gridDim.x - count_dealt();
+    return lane == 0 ? static_cast<int>(atomicInc(x.counter, claims - 1)) : 0;
   }
 
   __device__ __forceinline__ void load_queries(int number, Ring<S::kQueryStages> &q) const {

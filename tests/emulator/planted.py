@@ -81,6 +81,7 @@ _TILES = Case(lengths=((140, 200),), num_heads_kv=1, group_size=2, head_dim=64, 
               q_type="bf16", kv_type="bf16")  # fmt: skip
 _STEP = Case(lengths=((1, 400), (1, 90)), num_heads_kv=2, group_size=2, head_dim=64, page_size=16,
              causal=True, q_type="bf16", kv_type="bf16")  # fmt: skip
+_MIXED = _STEP.replace(lengths=((1, 700), (40, 300), (1, 90), (33, 0)))
 _LONG = _STEP.replace(lengths=((1, 2500),), num_heads_kv=1, group_size=8)
 _SHARED = _STEP.replace(lengths=((1, 5000),), num_heads_kv=1, group_size=4)  # a merge of many
 
@@ -104,8 +105,12 @@ PLANTED = [
     Planted("prefill: no wait for products", PREFILL, r"wgmma\.wait_group\.sync\.aligned %0;", "", _TILES),
     Planted("prefill: no fence before products", PREFILL, _body("wgmma_fence"), r"\1 {}", _TILES),
     Planted("prefill: counter not back to zero", PREFILL, r"atomicInc\((\w\.counter), [^;]*\)\)", r"atomicAdd(\1, 1))", _TILES, calls=2),
+    Planted("prefill beside decoding: counter not back to zero", PREFILL, r"atomicInc\((\w\.counter), [^;]*\)\)", r"atomicAdd(\1, 1))", _MIXED, calls=2),
     Planted("decode: nothing", DECODE, "", "", _STEP),
     Planted("decode: no wait for a tile", DECODE, r"mbarrier_wait\(barrier \+ stage \* 8, parity\);", ";", _STEP),
+    Planted("decode: half of the rows of a tile", DECODE, r"return count <= 8;", "return true;", _STEP.replace(group_size=16)),
+    Planted("decode: warps of a row counted as rows", DECODE, r"max\(0, kWarpsShift - split\)", "kWarpsShift", _STEP),
+    Planted("decode: a span more than there are, beside a prefill", DECODE, r"return min\(max\(left, 1\), d\.spans\);", "return d.spans + 1;", _MIXED),
     Planted("decode: wrong phase", DECODE, r"(mbarrier_wait\(barrier \+ stage \* 8, parity)\);", r"\1 ^ 1);", _STEP),
     Planted("decode: too few bytes expected", DECODE, r"panels \* 128\);", "panels * 128 - 128);", _STEP),
     Planted("decode: no fence after barriers are initialised", DECODE, _body("mbarrier_init_fence"), r"\1 {}", _STEP),
