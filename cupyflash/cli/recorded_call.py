@@ -132,7 +132,10 @@ class _Recorder:
 
     def empty(self, shape: tuple[int, ...], dtype: Any, stream: int | None) -> Any:
         array = np.empty(shape, dtype)
-        self.arrays[_MADE.get(array.dtype.name, "out")] = array
+        made = name = _MADE.get(array.dtype.name, "out")
+        while name in self.arrays:  # scratch memory that grew, or beside the caller's workspace
+            name = f"{made}_{len(self.arrays)}"
+        self.arrays[name] = array
         return array
 
     def pointer(self, array: Any) -> int:
