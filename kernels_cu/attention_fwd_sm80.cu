@@ -23,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(AttentionVariant::kThreads, Attenti
   found.negate = scale < 0.f;
   // Read where it is needed: registers are for fragments.
   __shared__ Segment segment;
-  if (threadIdx.x == 0) segment = found;
+  __shared__ SegmentRows rows;
+  if (threadIdx.x == 0) segment = found, rows = SegmentRows::of(p, found);
   __syncthreads();
-  Kernel(p, segment, smem).run();
+  Kernel(p, segment, rows, smem).run();
 }

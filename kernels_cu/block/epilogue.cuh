@@ -56,6 +56,29 @@ __device__ __forceinline__ i64 partial_row(const AttentionParams &p, const Reque
          token * p.group;
 }
 
+// What the accumulated values of a final row are multiplied by, once its sink counts; stores its
+// log-sum-exp if `with_lse`.
+__device__ __forceinline__ float conclude_row(const AttentionParams &p, i64 token, int head,
+                                              RowResult result, bool with_lse) {
+  float lse = result.lse, weight = 1.f;
+  if (p.sink) {
+    const float sink = load_sink(p, head);
+    StateSum state(fmaxf(lse, sink));
+    const float part = state.add(lse);
+    state.add(sink);
+    weight = state.weight(part);
+    lse = state.lse();
+  }
+  if (with_lse) store_lse(p, token, head, lse);
+  return result.norm * weight;
+}
+
+// Whether eight outputs side by side are one store.
+__device__ __forceinline__ bool stores_wide(const AttentionParams &p) {
+  const u64 low = reinterpret_cast<u64>(p.out) | p.out_token_stride | p.out_head_stride;
+  return ((low | p.head_dim_v * 2) & 15) == 0;
+}
+
 // Row `row` of a segment; pair n are columns first_column + column_of(n) + {0, 1} of this lane.
 template <int kPairs, class ColumnOf>
 __device__ __forceinline__ void store_row(const AttentionParams &p, const Segment &s, int kv_head,
@@ -78,18 +101,8 @@ __device__ __forceinline__ void store_row(const AttentionParams &p, const Segmen
     }
     return;
   }
-  float lse = result.lse, weight = 1.f;
-  if (p.sink) {
-    const float sink = load_sink(p, head);
-    StateSum state(fmaxf(lse, sink));
-    const float part = state.add(lse);
-    state.add(sink);
-    weight = state.weight(part);
-    lse = state.lse();
-  }
-  if (with_lse) store_lse(p, token, head, lse);
+  const float norm = conclude_row(p, token, head, result, with_lse);
   char *const to = p.out + token * p.out_token_stride + head * p.out_head_stride;
-  const float norm = result.norm * weight;
   const bool fp16 = p.out_type == kFp16;
   u32 pair[kPairs];
 #pragma unroll

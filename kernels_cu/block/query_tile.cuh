@@ -70,32 +70,31 @@ __device__ __forceinline__ void store_query_chunk(char *tile, int row, int chunk
   }
 }
 
-// A row of a tile of queries.
-struct QueryRow {
-  int token;  // of the request
-  int head;
-  bool inside;
+// Queries of a row of the tile, from those of token 0 of the request and head 0.
+__device__ __forceinline__ i64 query_offset(const AttentionParams &p, RowPlace at) {
+  return at.token * p.q_token_stride + at.head * p.q_head_stride;
+}
+__device__ __forceinline__ const char *first_query(const AttentionParams &p, const Segment &s) {
+  return p.q + s.request.q_begin * p.q_token_stride;
+}
 
-  __device__ __forceinline__ QueryRow(const AttentionParams &p, const Segment &s, int row)
-      : token((s.row_begin + row) / p.group),
-        head(s.kv_head * p.group + s.row_begin + row - token * p.group),
-        inside(s.row_begin + row < s.row_end) {}
-
-  __device__ __forceinline__ const char *at(const AttentionParams &p, const Segment &s) const {
-    return p.q + (static_cast<i64>(s.request.q_begin) + token) * p.q_token_stride +
-           head * p.q_head_stride;
+// What rows bring along, one a thread; but for the factors of narrowed ones.
+template <int kRows, int kThreads, bool kFactors>
+__device__ __forceinline__ void fill_info(const AttentionParams &p, const Segment &s,
+                                          const SegmentRows &rows, RowInfo *info) {
+#pragma unroll
+  for (int first = 0; first < kRows; first += kThreads) {
+    const int row = first + threadIdx.x;
+    if (row >= kRows) break;
+    const RowPlace at = rows[row];
+    info[row].position = static_cast<int>(at.token) + s.request.kv_len - s.request.q_len;
+    info[row].slope = p.alibi_slopes && row < rows.count
+                          ? load_float(p.alibi_slopes, s.request.index * p.alibi_batch_stride +
+                                                           at.head * p.alibi_head_stride)
+                          : 0.f;
+    if constexpr (kFactors) info[row].factor = 1.f;
   }
-
-  __device__ __forceinline__ RowInfo info(const AttentionParams &p, const Segment &s,
-                                          float factor) const {
-    const float slope =
-        p.alibi_slopes && inside
-            ? load_float(p.alibi_slopes, s.request.index * p.alibi_batch_stride +
-                                             head * p.alibi_head_stride)
-            : 0.f;
-    return {token + s.request.kv_len - s.request.q_len, slope, factor};
-  }
-};
+}
 
 // Threads side by side take the chunks of a row.
 template <int kDim>
@@ -106,14 +105,18 @@ constexpr int kQueryLanes = kDim <= 64 ? 8 : kDim <= 128 ? 16 : 32;
 // absolute value, so that the largest score stays the largest.
 template <ScalarType kCompute, bool kNarrow, int kDim, int kRows, int kThreads>
 __device__ __forceinline__ void load_queries(const AttentionParams &p, const Segment &s,
-                                             bool negate, char *tile, RowInfo *info) {
+                                             const SegmentRows &rows, bool negate, char *tile,
+                                             RowInfo *info) {
   constexpr int kChunks = kDim / 8, kLanes = kQueryLanes<kDim>;
   const int chunk = threadIdx.x % kLanes;
+  const char *const first = first_query(p, s);
+  fill_info<kRows, kThreads, !kNarrow>(p, s, rows, info);
 #pragma unroll 1
   for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
     float value[8] = {};
-    const QueryRow query(p, s, row);
-    if (chunk < kChunks && query.inside) load_query_chunk(p, query.at(p, s), chunk, value);
+    if (chunk < kChunks && row < rows.count) {
+      load_query_chunk(p, first + query_offset(p, rows[row]), chunk, value);
+    }
     int exponent = 0;
     if constexpr (kNarrow) {
       float largest = 0.f;
@@ -126,8 +129,8 @@ __device__ __forceinline__ void load_queries(const AttentionParams &p, const Seg
       if (p.q_type == kBf16) exponent = narrowing_exponent(largest);
 #pragma unroll
       for (int i = 0; i < 8; ++i) value[i] *= power_of_two(-exponent);
+      if (chunk == 0) info[row].factor = power_of_two(exponent);
     }
-    if (chunk == 0) info[row] = query.info(p, s, power_of_two(exponent));
     if (chunk < kChunks) {
       u32 word[4];
 #pragma unroll
@@ -143,17 +146,17 @@ __device__ __forceinline__ void load_queries(const AttentionParams &p, const Seg
 // the tile of which `bytes` (16 or 0) are read and the rest is zero.
 template <int kDim, int kRows, int kThreads, class Copy>
 __device__ __forceinline__ void copy_queries(const AttentionParams &p, const Segment &s,
-                                             RowInfo *info, Copy copy) {
+                                             const SegmentRows &rows, RowInfo *info, Copy copy) {
   constexpr int kChunks = kDim / 8, kLanes = kQueryLanes<kDim>;
   const int chunk = threadIdx.x % kLanes;
+  const bool read = chunk * 8 < p.head_dim;
+  const char *const first = first_query(p, s) + (read ? chunk * 16 : 0);
+  fill_info<kRows, kThreads, true>(p, s, rows, info);
+  if (chunk >= kChunks) return;
 #pragma unroll 4
   for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
-    const QueryRow query(p, s, row);
-    const bool read = query.inside && chunk * 8 < p.head_dim;
-    if (chunk < kChunks) {
-      copy(tile_offset<kChunks>(row, chunk), read ? query.at(p, s) + chunk * 16 : p.q,
-           read ? 16 : 0);
-    }
-    if (chunk == 0) info[row] = query.info(p, s, 1.f);
+    copy(tile_offset<kChunks>(row, chunk),
+         first + query_offset(p, rows[min(row, rows.count - 1)]),
+         read && row < rows.count ? 16 : 0);
   }
 }

@@ -110,3 +110,30 @@ __device__ __forceinline__ bool find_segment(const AttentionParams &p, int index
   segment.slot = chunks > 1 ? split : -1;
   return true;
 }
+
+// Where a row is: token of the request, and head.
+struct RowPlace {
+  u32 token, head;
+};
+
+// The rows of a segment, 0 being its first one.
+struct SegmentRows {
+  int count;
+  u32 token, head;  // of row 0; the head within its group
+  u32 first_head, group;
+  u32 inverse;  // 2^32 over the group size, rounded up; 0: it is 1, or not below 2^15
+
+  __device__ __forceinline__ static SegmentRows of(const AttentionParams &p, const Segment &s) {
+    const u32 group = p.group, row = s.row_begin, token = row / group;
+    return {s.row_end - s.row_begin, token, row - token * group, s.kv_head * group, group,
+            group > 1 && group < 1u << 15 ? 0xffffffffu / group + 1 : 0};
+  }
+
+  // A product does for the quotient of a number below group + 128; a large group goes into it at
+  // most once.
+  __device__ __forceinline__ RowPlace operator[](u32 row) const {
+    const u32 at = head + row, whole = group == 1 ? at : at >= group;
+    const u32 product = __umulhi(at, inverse), tokens = inverse ? product : whole;
+    return {token + tokens, first_head + at - tokens * group};
+  }
+};

@@ -4,9 +4,9 @@
 // tile (kKeyWarps 4, for decoding), and merge at the end.
 #pragma once
 
-#include "block/epilogue.cuh"
 #include "block/query_tile.cuh"
 #include "block/score_mod.cuh"
+#include "mainloop/fwd_sm80_store.cuh"
 #include "mainloop/key_copy_sm80.cuh"
 
 template <class V>
@@ -41,14 +41,16 @@ struct Forward {
 
   const AttentionParams &p;
   const Segment &s;
+  const SegmentRows &shared_rows;
   char *const smem;
   const KeyCopy<V> copy;
   const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const u32 first_row = warp / kKeyWarps * 16 * kRowTiles;  // of this warp, in the tile
   const u32 first_key = warp % kKeyWarps * kWarpKeys;
 
-  __device__ __forceinline__ Forward(const AttentionParams &p, const Segment &s, char *smem)
-      : p(p), s(s), smem(smem), copy(p, s, smem + kListAt) {}
+  __device__ __forceinline__ Forward(const AttentionParams &p, const Segment &s,
+                                     const SegmentRows &rows, char *smem)
+      : p(p), s(s), shared_rows(rows), smem(smem), copy(p, s, smem + kListAt) {}
 
   // The lane, made new: what follows from it is not kept from tile to tile, which costs registers.
   __device__ __forceinline__ u32 new_lane() const {
@@ -205,17 +207,6 @@ struct Forward {
     return first_key < s.free_begin || first_key + kStepKeys > s.free_end;
   }
 
-  __device__ __forceinline__ void modify(const Rows<V::kWiden> &rows, int column,
-                                         Scores &scores) const {
-    if (p.softcap == 0.f) {
-      modify_scores<false, true>(p, rows, column, scores);
-    } else if (p.alibi_slopes) {
-      modify_scores<true, true>(p, rows, column, scores);
-    } else {
-      modify_scores<true, false>(p, rows, column, scores);
-    }
-  }
-
   // The weights of keys from `first` on. Rarely a second pass: where a row outgrows its shift.
   __device__ __forceinline__ void weigh(int first, u32 keys, State &state, Scores &scores) const {
     const auto exp2 = [](float x) { return exp2_approx(x); };
@@ -228,7 +219,7 @@ struct Forward {
       const u32 lane = new_lane();
       const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4, s.scale};
       const int column = first + lane % 4 * 2;
-      if constexpr (V::kScoreMod) modify(rows, column, scores);
+      if constexpr (V::kScoreMod) modify_scores(p, rows, column, scores);
       if (edge) mask_scores(p, rows, s.kv_end, column, scores);
       if (shifts) {
         float rescale[kRowTiles][2];
@@ -263,7 +254,13 @@ struct Forward {
         run_staged(state);
       }
     }
-    finish(state.softmax, state.acc);
+    store(state);
+  }
+
+  __device__ __forceinline__ void store(State &state) const {
+    using Store = ForwardStore<V>;
+    static_assert(Store::kMergeBytes <= kListAt - kKeysAt, "");
+    Store(p, s, shared_rows, smem, kKeysAt).finish(state.softmax, state.acc);
   }
 
   // Rows past the last are all zero: they need no look at a maximum.
@@ -293,14 +290,15 @@ struct Forward {
   }
 
   __device__ __forceinline__ void start_queries() const {
+    const SegmentRows rows = shared_rows;
     if (!V::kWiden && p.q_type == V::kCompute && p.q_vectorised && !s.negate) {
       copy_queries<kD, kRows, V::kThreads>(
-          p, s, row_info(), [&](u32 to, const char *from, int bytes) {
+          p, s, rows, row_info(), [&](u32 to, const char *from, int bytes) {
             cp_async16(shared_address(smem) + to, from, bytes ? 16 : 0);
           });
       cp_async_commit();
     } else {
-      load_queries<V::kCompute, V::kWiden, kD, kRows, V::kThreads>(p, s, s.negate, smem,
+      load_queries<V::kCompute, V::kWiden, kD, kRows, V::kThreads>(p, s, rows, s.negate, smem,
                                                                    row_info());
     }
   }
@@ -384,114 +382,6 @@ struct Forward {
       if (has(tile + 1)) copy.keys(tile + 1, key_tile(0));
       cp_async_commit();
       if (!is_idle()) accumulate(value_tile(0), scores, state.acc);
-    }
-  }
-
-  __device__ __forceinline__ void finish(Softmax<kRowTiles> &state, Accumulator &acc) const {
-    const float v_scale = value_scale(p, s.request.index, s.kv_head);
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) state.sum[i][h] = quad_sum(state.sum[i][h]);
-    }
-    if constexpr (kKeyWarps == 1) {
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          store_half<kOutTiles / 2>(
-              i, h, conclude(state.shift[i][h], state.sum[i][h], v_scale), 0, 1, true, acc[i]);
-        }
-      }
-    } else {
-      float shift[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        shift[h] = state.fresh >> h & 1 ? -infinity() : state.shift[0][h];
-      }
-      merge_warps(shift, state.sum[0], acc[0], v_scale);
-    }
-  }
-
-  __device__ __forceinline__ static RowResult conclude(float shift, float sum, float v_scale) {
-    if (sum == 0.f) return {-infinity(), 0.f};
-    return {shift * kLn2 + logf(sum), v_scale / sum};
-  }
-
-  // Pairs of column tiles `first`, first + step, ... of the rows (i, h).
-  template <int kPairs>
-  __device__ __forceinline__ void store_half(int i, int h, RowResult result, int first, int step,
-                                             bool with_lse,
-                                             const float (&acc)[2 * kPairs][4]) const {
-    const int row = row_of(i, h);
-    if (row >= s.row_end) return;
-    float value[2 * kPairs][2];
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (V::kWiden) {
-          value[2 * n + e / 2][e % 2] = acc[2 * n + e % 2][2 * h + e / 2];
-        } else {
-          value[2 * n + e / 2][e % 2] = acc[2 * n + e / 2][2 * h + e % 2];
-        }
-      }
-    }
-    store_row<2 * kPairs>(
-        p, s, s.kv_head, row, result, first * 16 + lane % 4 * (V::kWiden ? 4 : 2),
-        with_lse && lane % 4 == 0, value,
-        [&](int n) { return n / 2 * step * 16 + n % 2 * (V::kWiden ? 2 : 8); });
-  }
-
-  // The warps hold states of the same rows over different keys; each then stores a share of the
-  // columns.
-  __device__ __forceinline__ void merge_warps(const float (&shift)[2], const float (&sum)[2],
-                                              const float (&acc)[kOutTiles][4],
-                                              float v_scale) const {
-    constexpr int kPairs = kOutTiles / 2, kShare = (kPairs + kKeyWarps - 1) / kKeyWarps;
-    static_assert(kKeyWarps * 16 * (kDv * 4 + 8) <= kListAt - kKeysAt || kKeyWarps == 1, "");
-    float *const values_at = reinterpret_cast<float *>(smem + kKeysAt);
-    float *const shifts_at = values_at + kKeyWarps * kOutTiles * 4 * 32;
-    float *const sums_at = shifts_at + kKeyWarps * 16;
-    cp_async_wait<0>();
-    __syncthreads();
-#pragma unroll
-    for (int n = 0; n < kOutTiles; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        values_at[((warp * kOutTiles + n) * 4 + e) * 32 + lane] = acc[n][e];
-      }
-    }
-    if (lane % 4 == 0) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        shifts_at[warp * 16 + h * 8 + lane / 4] = shift[h];
-        sums_at[warp * 16 + h * 8 + lane / 4] = sum[h];
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = h * 8 + lane / 4;
-      float top = -infinity(), total = 0.f, merged[2 * kShare][4] = {};
-#pragma unroll
-      for (int w = 0; w < kKeyWarps; ++w) top = fmaxf(top, shifts_at[w * 16 + row]);
-#pragma unroll
-      for (int w = 0; w < kKeyWarps; ++w) {
-        const float factor =
-            exp2_approx(shifts_at[w * 16 + row] - (top == -infinity() ? 0.f : top));
-        total += factor * sums_at[w * 16 + row];
-#pragma unroll
-        for (int n = 0; n < 2 * kShare; ++n) {
-          const int tile = (warp + n / 2 * kKeyWarps) * 2 + n % 2;
-          if (tile >= kOutTiles) break;
-#pragma unroll
-          for (int e = 2 * h; e < 2 * h + 2; ++e) {
-            merged[n][e] += factor * values_at[((w * kOutTiles + tile) * 4 + e) * 32 + lane];
-          }
-        }
-      }
-      store_half<kShare>(0, h, conclude(top, total, v_scale), warp, kKeyWarps, warp == 0, merged);
     }
   }
 };
