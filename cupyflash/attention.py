@@ -10,6 +10,7 @@ import numpy as np
 from . import cpu
 from .fa_version import capability_of, known_version, resolve_version
 from .families import FAMILIES
+from .known_call import keep_known, queue_known
 from .runtime import env
 from .runtime.arrays import AttentionArrays, as_array
 from .runtime.call import Call, prepare, refuse_options
@@ -170,37 +171,58 @@ def flash_attn_varlen_func(
     share = None
     if cp_world_size != 1 or cp_rank or cp_tot_seqused_k is not None:
         share = share_of(cp_world_size, cp_rank, cp_tot_seqused_k)
-    call = prepare(
-        AttentionArrays(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, s_aux,
-            out, lse, q_v,
-        ),
-        (q_descale, k_descale, v_descale), max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        window_size, softcap, fp8_dtype, q_fp8_dtype, return_softmax_lse, num_splits,
-        batch_invariant, stream,
+    given = (
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, block_table, alibi_slopes, s_aux, out,
+        lse, q_v, q_descale, k_descale, v_descale, workspace,
     )  # fmt: skip
+    options = (
+        max_seqlen_q, max_seqlen_k, softmax_scale, causal,
+        None if window_size is None else tuple(window_size), softcap, fp8_dtype, q_fp8_dtype,
+        return_softmax_lse, num_splits, batch_invariant, fa_version,
+    )  # fmt: skip
+    found = None
+    if share is None:
+        found = queue_known(given, options, scheduler_metadata, stream)
+    if found is None:
+        found = _first(given, options, scheduler_metadata, share, stream)
+    if out is None:
+        out = found[0]
+    return (out, found[1] if lse is None else lse) if return_softmax_lse else out
+
+
+def _first(
+    given: tuple[Any, ...],
+    options: tuple[Any, ...],
+    scheduler_metadata: Any,
+    share: Any,
+    stream: Any,
+) -> tuple[Any, Any]:
+    """A call whose like is not known: all of it is validated."""
+    *arrays, q_descale, k_descale, v_descale, workspace = given
+    *asked, fa_version = options
+    descales = (q_descale, k_descale, v_descale)
+    call = prepare(AttentionArrays(*arrays), descales, *(*asked, stream))
     if scheduler_metadata is not None:
         check_metadata(scheduler_metadata, call)
     if share is not None:
         problem, totals = with_share(call, share)
-        found, found_lse = _on_cpu(call._replace(problem=problem), fa_version, stream, totals)
-    elif call.on_host:
-        found, found_lse = _on_cpu(call, fa_version, stream)
-    else:
-        found, found_lse = _on_gpu(call, fa_version, scheduler_metadata, workspace, stream)
-    if out is None:
-        out = found
-    return (out, found_lse if lse is None else lse) if return_softmax_lse else out
+        return _on_cpu(call._replace(problem=problem), fa_version, stream, totals)
+    if call.on_host:
+        return _on_cpu(call, fa_version, stream)
+    if env.check():
+        check_values(call)
+    version = resolve_version(call.problem, capability_of(call.arrays.q), fa_version)
+    found = _on_gpu(call, version, scheduler_metadata, workspace, stream)
+    if not (env.check() or env.debug()):
+        keep_known(call, version, given, options, scheduler_metadata)
+    return found
 
 
 def _on_gpu(
-    call: Call, fa_version: int | None, scheduler_metadata: Any, workspace: Any, stream: Any
+    call: Call, version: int, scheduler_metadata: Any, workspace: Any, stream: Any
 ) -> tuple[Any, Any]:
-    if env.check():
-        check_values(call)
     if workspace is not None:
         workspace = as_array(workspace, "workspace", stream)
-    version = resolve_version(call.problem, capability_of(call.arrays.q), fa_version)
     if env.debug():
         p = call.problem
         with call_range(

@@ -6,7 +6,7 @@ The version is that of the argument, else of the surrounding ``with fa_version(n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache
@@ -33,9 +33,14 @@ __all__ = [
     "known_version",
     "resolve_need",
     "resolve_version",
+    "version_in_block",
 ]
 
 _override: ContextVar[int | None] = ContextVar("cupyflash_fa_version", default=None)
+
+
+version_in_block: Callable[[], int | None] = _override.get
+"""What `fa_version` has set; None for nothing."""
 
 
 @contextmanager

@@ -72,7 +72,7 @@ def reshape_and_cache_flash(
     given = (key, value, key_cache, value_cache, slot_mapping)
     seen = None
     if type(kv_cache_dtype) is str and key_cache is not None and not (env.check() or env.debug()):
-        seen = gpu_key(given, (k_scale, v_scale), kv_cache_dtype)
+        seen = gpu_key((*given, k_scale, v_scale), kv_cache_dtype)
         if seen is not None and write_known(seen, given, (k_scale, v_scale), stream):
             return
     for name, array in zip(WRITE_ARRAYS, given, strict=False):

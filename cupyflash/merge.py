@@ -77,7 +77,7 @@ def merge_attn_states(
     )  # fmt: skip
     seen, context = None, prefill_tokens_with_context
     if output is not None and not env.debug():
-        seen = gpu_key(given, (output_scale,), None)
+        seen = gpu_key((*given, output_scale), None)
         usual = context is None or (type(context) is int and context >= 0)
         if usual and seen is not None and merge_known(seen, given, context, output_scale, stream):
             return

@@ -145,6 +145,7 @@ class FakeArray:
 
     def __init__(self, array, ordinal=0):
         self.shape, self.dtype, self.strides = array.shape, array.dtype, array.strides
+        self._c_contiguous = bool(array.flags.c_contiguous)
         self.data = SimpleNamespace(device_id=ordinal)
 
 

@@ -101,7 +101,7 @@ def prepare(
         max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap, fp8_dtype,
         q_fp8_dtype, wants_lse, num_splits, batch_invariant,
     )  # fmt: skip
-    key = gpu_key(arrays, descales, options)
+    key = gpu_key((*arrays, *descales), options)
     layout = None if key is None else _layouts.get(key)
     if layout is None:
         return _place_and_describe(arrays, descales, options, key, stream)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from ctypes import addressof, byref, c_char_p, c_void_p, create_string_buffer
-from functools import cache
+from functools import cache, partial
 from operator import attrgetter
 from struct import Struct
 from typing import Any
@@ -121,6 +121,21 @@ class CuPyDevice:
         if status:
             raise self._cp.cuda.driver.CUDADriverError(status)
         return None
+
+    def ready(self, kernel: Kernel, plan: Plan, args: KernelArgs, stream: int) -> Callable[[], int]:
+        """A launch with all its arguments, to be queued any number of times.
+
+        It returns a ``CUresult``, and keeps no array alive.
+        """
+        values = args.values
+        pointers = _POINTERS[len(values)](*values)
+        config = _config(*plan.shape, stream, _ATTRIBUTE_ADDRESS, plan.programmatic)
+        again: partial[int] = partial(self._launch, config, kernel.function, pointers, None)
+        again.kernel = kernel  # type: ignore[attr-defined]
+        return again if self._alone else partial(self._queue_here, again)
+
+    def _queue_here(self, again: Callable[[], int]) -> int:
+        return again() if self._runtime.getDevice() == self.ordinal else _INVALID_CONTEXT
 
     def encode_tensor_map(
         self,

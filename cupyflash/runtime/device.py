@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -99,9 +99,8 @@ class Device(Protocol):
 _active: ContextVar[Device | None] = ContextVar("cupyflash_device", default=None)
 
 
-def active_device() -> Device | None:
-    """The device that ``use_device`` set in this context, else None (the arrays decide)."""
-    return _active.get()
+active_device: Callable[[], Device | None] = _active.get
+"""The device that ``use_device`` set in this context, else None (the arrays decide)."""
 
 
 def device_for(array: Any) -> Device:

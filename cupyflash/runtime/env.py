@@ -15,6 +15,7 @@ __all__ = [
     "fa_version",
     "lineinfo",
     "no_compile",
+    "of_calls",
     "settings",
 ]
 
@@ -22,6 +23,8 @@ __all__ = [
 # Every call asks for some variables, and os.environ takes 0.8 us to say that it is not set: it
 # encodes the name, raises and catches. Its own dict says so at once.
 _ENCODED: Any = getattr(os.environb, "_data", os.environb)
+_none_set = _ENCODED.keys().isdisjoint
+_OF_CALLS = (b"CUPYFLASH_DEBUG", b"CUPYFLASH_CHECK", b"CUPYFLASH_FA_VERSION")
 
 
 def _flag(name: str) -> bool:
@@ -36,6 +39,11 @@ def debug() -> bool:
 def check() -> bool:
     """``CUPYFLASH_CHECK=1``: validate lengths, tables and slots by reading them (synchronises)."""
     return b"CUPYFLASH_CHECK" in _ENCODED and _flag("CUPYFLASH_CHECK")
+
+
+def of_calls() -> tuple[bytes | None, ...]:
+    """`debug`, `check` and `fa_version` as they are; nothing where none is set."""
+    return () if _none_set(_OF_CALLS) else tuple(map(_ENCODED.get, _OF_CALLS))
 
 
 def no_compile() -> bool:

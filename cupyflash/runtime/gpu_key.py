@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
+from .cupy_import import load_cupy
 from .device import Device
 
 __all__ = ["Known", "gpu_key"]
 
 T = TypeVar("T")
 
-_seen = attrgetter("__class__", "data.device_id", "shape", "dtype", "strides")
+# A property of CuPy's arrays takes as long as a few lines of Python, `strides` the longest.
+_dense = attrgetter("shape", "dtype")
+_strided = attrgetter("shape", "dtype", "strides")
 
 
-def gpu_key(arrays: Sequence[Any], scales: tuple[Any, ...], options: Any) -> Any:
+def gpu_key(given: Sequence[Any], options: Any) -> Any:
     """Equal for calls that are validated alike; None where arrays must be looked at first.
 
-    It holds all that validating looks at, of arrays that are a GPU's. Those of NumPy have no
-    ``data.device_id`` (or no ``data``: ValueError for some dtypes), lists and tensors neither.
+    It holds all that validating looks at, of arrays that are CuPy's: no others have
+    ``_c_contiguous``, which stands for the strides.
 
     Parameters
     ----------
-    arrays : sequence
-        Arrays, or None.
-    scales : tuple
-        None, floats, or arrays.
+    given : sequence
+        Arrays, floats in place of arrays, or None.
     options : hashable
     """
     try:
-        seen = tuple([None if a is None else _seen(a) for a in arrays])
-        scales = tuple([s if s is None or type(s) is float else _seen(s) for s in scales])
-    except (AttributeError, ValueError):
+        seen = [
+            a if a is None or type(a) is float
+            else _dense(a) if a._c_contiguous else _strided(a)
+            for a in given
+        ]  # fmt: skip
+        if not _one_gpu():
+            seen += [a if a is None or type(a) is float else a.data.device_id for a in given]
+    except AttributeError:
         return None
-    return seen, scales, options
+    return tuple(seen), options
+
+
+@cache
+def _one_gpu() -> bool:
+    """Whether all arrays are on the same one."""
+    runtime = load_cupy().cuda.runtime
+    try:
+        return bool(runtime.getDeviceCount() == 1)
+    except runtime.CUDARuntimeError:
+        return False
 
 
 class Known(Generic[T]):

@@ -9,6 +9,7 @@ from .compile import load_kernel
 from .device import Device
 from .params import KernelArgs
 from .plan import Plan
+from .recording import current_recording
 from .workspace import scratch_of
 
 __all__ = ["launch", "prepare", "stream_handle"]
@@ -25,6 +26,9 @@ def launch(device: Device, plan: Plan, args: KernelArgs, stream: int | None) -> 
     if 0 not in plan.grid:
         kernel = device.kernels.get(plan.variant) or load_kernel(plan.variant, device, stream)
         device.launch(kernel, plan, args, stream)
+        recording = current_recording()
+        if recording is not None:
+            recording.launches.append(device.ready(kernel, plan, args, stream))  # type: ignore[attr-defined]
 
 
 def prepare(device: Device, plans: Iterable[Plan], stream: int | None = None) -> None:

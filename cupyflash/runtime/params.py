@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["KernelArgs", "ParamsLayout"]
 
@@ -64,8 +63,7 @@ class ParamsLayout:
         return dict(zip(self.names, self._struct.unpack(packed), strict=True))
 
 
-@dataclass(slots=True)
-class KernelArgs:
+class KernelArgs(NamedTuple):
     """What a launch passes, and what it must keep alive.
 
     Attributes
@@ -79,4 +77,4 @@ class KernelArgs:
     """
 
     values: tuple[bytes, ...]
-    arrays: tuple[Any, ...] = field(default=())
+    arrays: tuple[Any, ...] = ()

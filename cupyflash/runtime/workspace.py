@@ -11,6 +11,7 @@ import numpy as np
 from .arrays import on_stream
 from .device import Device
 from .errors import CaptureError
+from .recording import current_recording
 
 __all__ = ["COUNTERS", "Scratch", "free_workspaces", "scratch_of"]
 
@@ -75,7 +76,18 @@ class Scratch:
                 )
             self._grow(nbytes)
         self._captured |= capturing
+        recording = current_recording()
+        if recording is not None:
+            recording.reserved(nbytes, self.place)
         return self._block
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Addresses of the block and of the counters; 0 where there are none yet."""
+        if self._block is None:
+            return 0, 0
+        pointer = self._device.pointer
+        return pointer(self._block), pointer(self._counters)
 
     @property
     def counters(self) -> Any:
