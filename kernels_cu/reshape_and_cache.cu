@@ -14,7 +14,7 @@ namespace {
 
 using V = ConvertVariant;
 constexpr int kThreads = 128;
-constexpr int kAccesses = 2;  // of a thread in a row, blockDim.x apart
+constexpr int kAccesses = 2;                       // of a thread in a row, blockDim.x apart
 constexpr int kBlocks = kIsFp8<V::kOut> ? 9 : 12;  // a multiprocessor
 static_assert(params_agree<CacheWriteParams>(), "CacheWriteParams differs from the host's layout");
 
@@ -43,16 +43,26 @@ __device__ Elements<V::kOut, kCount> convert(const Elements<V::kIn, kCount> &in,
   return out;
 }
 
+__device__ const char *source_row(const CacheWriteParams &p, int which, i64 token, int head) {
+  const CacheSide &side = p.side[which];
+  return p.source[which] + token * side.source_token_stride + head * side.source_head_stride;
+}
+
+// The last blocks of an earlier launch leave the memory idle.
+__device__ void fetch_row_early(const CacheWriteParams &p, int which, i64 token, int head) {
+  const char *row = source_row(p, which, token, head);
+  const int nbytes = p.head_dim[which] * kItemBytes<V::kIn>;
+  for (int at = threadIdx.x * 128; at < nbytes; at += blockDim.x * 128) fetch_early(row + at);
+  if (threadIdx.x == 0) fetch_early(p.slots + token * (p.wide_slots ? 8 : 4));
+}
+
 template <int kCount>
-__device__ void write_row(const CacheWriteParams &p, int which, int head, float scale) {
+__device__ void write_row(const CacheWriteParams &p, int which, i64 token, int head, float scale) {
   constexpr int kInStep = kCount * kItemBytes<V::kIn>, kOutStep = kCount * kItemBytes<V::kOut>;
   const CacheSide &side = p.side[which];
-  const i64 token = static_cast<i64>(blockIdx.x) * blockDim.z + threadIdx.z;
-  if (token >= p.num_tokens) return;
   const i64 slot = p.wide_slots ? reinterpret_cast<const i64 *>(p.slots)[token]
                                 : reinterpret_cast<const i32 *>(p.slots)[token];
-  const char *source =
-      p.source[which] + token * side.source_token_stride + head * side.source_head_stride;
+  const char *source = source_row(p, which, token, head);
   const int accesses = p.head_dim[which] / kCount;
   for (int x = threadIdx.x; x < accesses; x += kAccesses * blockDim.x) {
     Elements<V::kIn, kCount> in[kAccesses];
@@ -79,7 +89,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) KERNEL_NAME(
     const __grid_constant__ CacheWriteParams p) {
   const int which = blockIdx.z;
   const int head = blockIdx.y * blockDim.y + threadIdx.y;
-  if (head >= p.heads) return;
+  const i64 token = static_cast<i64>(blockIdx.x) * blockDim.z + threadIdx.z;
+  if (head >= p.heads || token >= p.num_tokens) return;
+  fetch_row_early(p, which, token, head);
   follow_earlier_launches();
   float scale = p.scale_value[which];
   if (p.scale[which]) {
@@ -87,8 +99,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kBlocks) KERNEL_NAME(
     scale = *reinterpret_cast<const float *>(at);
   }
   if (p.vectorised) {
-    write_row<16 / kItemBytes<V::kIn>>(p, which, head, scale);
+    write_row<16 / kItemBytes<V::kIn>>(p, which, token, head, scale);
   } else {
-    write_row<1>(p, which, head, scale);
+    write_row<1>(p, which, token, head, scale);
   }
 }
