@@ -109,11 +109,20 @@ class Found:
 
 
 class SpanProbe:
-    """Runs the kernel; a table of ``schedule.cu`` first if it is asked for."""
+    """Runs the kernel; a table of ``schedule.cu`` first if it is asked for.
 
-    def __init__(self, folder, arch):
+    ``change`` (file, text, other text) is made in the sources first.
+    """
+
+    def __init__(self, folder, arch, change=None):
         shutil.copytree(kernel_root(), folder, dirs_exist_ok=True)
         (folder / "probe.cu").write_text(KERNEL)
+        if change is not None:
+            name, old, new = change
+            text = (folder / name).read_text()
+            if text.count(old) != 1:
+                raise LookupError(f"{name} holds {old!r} {text.count(old)} times")
+            (folder / name).write_text(text.replace(old, new))
         self.device = EmulatedDevice(arch)
         self.programs = {}
         size = (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),)
@@ -124,21 +133,12 @@ class SpanProbe:
 
     def run(self, rules: Rules, with_table: bool = False) -> Found:
         batch = len(rules.q_lens)
-        starts = np.cumsum([0, *rules.q_lens]).astype(np.int32)
-        lengths = np.array(rules.kv_lens, np.int32)
-        params = dict.fromkeys(ATTENTION_PARAMS.names, 0)
-        params.update(
-            cu_seqlens_q=starts.ctypes.data, seqused_k=lengths.ctypes.data, batch=batch,
-            group=rules.group, window_left=rules.window[0], window_right=rules.window[1],
-        )  # fmt: skip
-        attention = ATTENTION_PARAMS.pack(*params.values())
+        arrays, attention = self._batch(rules)
         table = device_array(batch + PREFIX_EXTRA, np.int32)
-        arrays = [starts, lengths, table]
+        arrays.append(table)
         use_table = with_table or batch > LARGEST_SCAN
         if use_table:
-            decode = self._decode(rules, table.ctypes.data)
-            program = self.programs["schedule.cu"]
-            self.device.run(program, (1,), (1024,), 0, (attention, decode), arrays)
+            self._schedule(rules, attention, arrays)
         total = sum(tiles for _, tiles in rules.segments())
         sizes = (rules.spans + 1, total, total, total, batch + PREFIX_EXTRA)
         out = [device_array(max(n, 1), np.int32) for n in sizes]
@@ -149,8 +149,38 @@ class SpanProbe:
         self.device.run(program, (1,), (128,), 0, values, arrays + out)
         return Found(*(a[:n] for a, n in zip(out, sizes, strict=True)))
 
-    def _decode(self, rules: Rules, prefix: int) -> np.ndarray:
+    def table(self, rules: Rules) -> list[int]:
+        """Tiles before each request, and all of them, as ``schedule.cu`` counts them."""
+        arrays, attention = self._batch(rules)
+        table = device_array(len(rules.q_lens) + PREFIX_EXTRA, np.int32)
+        self._schedule(rules, attention, [*arrays, table])
+        return table[: len(rules.q_lens) + 1].tolist()
+
+    def _batch(self, rules: Rules) -> tuple[list[np.ndarray], np.ndarray]:
+        starts = np.cumsum([0, *rules.q_lens]).astype(np.int32)
+        lengths = np.array(rules.kv_lens, np.int32)
+        params = dict.fromkeys(ATTENTION_PARAMS.names, 0)
+        params.update(
+            cu_seqlens_q=starts.ctypes.data, seqused_k=lengths.ctypes.data,
+            batch=len(rules.q_lens), group=rules.group, window_left=rules.window[0],
+            window_right=rules.window[1],
+        )  # fmt: skip
+        return [starts, lengths], ATTENTION_PARAMS.pack(*params.values())
+
+    def _schedule(self, rules: Rules, attention: np.ndarray, arrays: list[np.ndarray]) -> None:
+        decode = self._decode(rules, arrays[-1].ctypes.data)
+        program = self.programs["schedule.cu"]
+        self.device.run(program, (1,), (1024,), 0, (attention, decode), arrays)
+
+    def clear(self, spans: int, arrivals: np.ndarray) -> None:
+        """What ``schedule.cu`` does without a table."""
+        decode = self._decode(Rules([], [], spans=spans), 0, arrivals.ctypes.data)
+        attention = ATTENTION_PARAMS.pack(*[0] * len(ATTENTION_PARAMS.names))
+        program = self.programs["schedule.cu"]
+        self.device.run(program, (1,), (1024,), 0, (attention, decode), [arrivals])
+
+    def _decode(self, rules: Rules, prefix: int, arrivals: int = 0) -> np.ndarray:
         values = dict.fromkeys(DECODE_PARAMS.names, 0)
         values.update({n: getattr(rules, n) for n in DECODE_PARAMS.names if hasattr(rules, n)})
-        values["prefix"] = prefix
+        values.update(prefix=prefix, arrivals=arrivals)
         return DECODE_PARAMS.pack(*values.values())
