@@ -14,12 +14,15 @@ from .known_call import keep_known, queue_known
 from .runtime import env
 from .runtime.arrays import AttentionArrays, as_array
 from .runtime.call import Call, prepare, refuse_options
+from .runtime.foreign_views import gpu_views
 from .runtime.nvtx import call_range
 from .runtime.rules.share import share_of, with_share
 from .scheduler_metadata import check_metadata
 from .values import check_bounds, check_values
 
 __all__ = ["describe_call", "flash_attn_varlen_func"]
+
+_GIVEN = (*AttentionArrays._fields, "q_descale", "k_descale", "v_descale", "workspace")
 
 
 def flash_attn_varlen_func(
@@ -183,6 +186,9 @@ def flash_attn_varlen_func(
     found = None
     if share is None:
         found = queue_known(given, options, scheduler_metadata, stream)
+        if found is None and (views := gpu_views(given, _GIVEN, stream)):
+            given = views
+            found = queue_known(given, options, scheduler_metadata, stream)
     if found is None:
         found = _first(given, options, scheduler_metadata, share, stream)
     if out is None:

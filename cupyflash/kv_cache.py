@@ -8,6 +8,7 @@ from . import cpu
 from .runtime import env
 from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
+from .runtime.foreign_views import gpu_views
 from .runtime.gpu_key import gpu_key
 from .runtime.nvtx import call_range
 from .runtime.rules.cache import WRITE_ARRAYS, check_write
@@ -73,6 +74,8 @@ def reshape_and_cache_flash(
     seen = None
     if type(kv_cache_dtype) is str and key_cache is not None and not (env.check() or env.debug()):
         seen = gpu_key((*given, k_scale, v_scale), kv_cache_dtype)
+        if seen is None and (views := gpu_views(given, WRITE_ARRAYS, stream)):
+            given, seen = views, gpu_key((*views, k_scale, v_scale), kv_cache_dtype)
         if seen is not None and write_known(seen, given, (k_scale, v_scale), stream):
             return
     for name, array in zip(WRITE_ARRAYS, given, strict=False):

@@ -8,6 +8,7 @@ from . import cpu
 from .runtime import env
 from .runtime.arrays import place, specs
 from .runtime.call import scale_argument
+from .runtime.foreign_views import gpu_views
 from .runtime.gpu_key import gpu_key
 from .runtime.merge_launch import merge_known, merge_states
 from .runtime.nvtx import call_range
@@ -78,6 +79,8 @@ def merge_attn_states(
     seen, context = None, prefill_tokens_with_context
     if output is not None and not env.debug():
         seen = gpu_key((*given, output_scale), None)
+        if seen is None and (views := gpu_views(given, MERGE_ARRAYS, stream)):
+            given, seen = views, gpu_key((*views, output_scale), None)
         usual = context is None or (type(context) is int and context >= 0)
         if usual and seen is not None and merge_known(seen, given, context, output_scale, stream):
             return

@@ -7,6 +7,7 @@ while the call is captured: a graph holds no event of a stream outside of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,10 +17,12 @@ from .cupy_import import load_cupy
 if TYPE_CHECKING:
     from .cupy_device import CuPyDevice
 
-__all__ = ["Consumer", "adopt", "is_array"]
+__all__ = ["NO_WAIT", "Consumer", "adopt", "is_array"]
 
 _CPU, _CUDA, _CUDA_MANAGED = 1, 2, 13
-_NO_WAIT = -1  # as DLPack and the array interface number streams: 1 legacy, 2 per thread
+NO_WAIT = -1
+"""As DLPack and the array interface number streams: 1 legacy, 2 per thread."""
+
 _WRITTEN = frozenset(
     ("out", "lse", "output", "output_lse", "key_cache", "value_cache", "k_cache", "v_cache")
 )
@@ -42,14 +45,40 @@ class Consumer:
         The current stream of their device if None.
     """
 
-    __slots__ = ("_found", "_stream")
+    __slots__ = ("_found", "_ordered", "_stream", "buffer")
 
     def __init__(self, stream: Any = None) -> None:
         self._stream = stream
+        self.buffer: Any = None  # of who looks at arrays
         self._found: dict[int, tuple[CuPyDevice, int]] = {}
+        self._ordered: set[Any] | None = None
+
+    def after(self, producer: Callable[[int], int], ordinal: int, who: Any = None) -> None:
+        """Order what a library has queued before the call, once a call.
+
+        Parameters
+        ----------
+        producer : callable
+            The handle of the library's stream on a device.
+        ordinal : int
+        who : hashable, optional
+            Whose stream it is, if not ``producer``'s own.
+        """
+        who = (who or producer, ordinal)
+        if self._ordered is None:
+            self._ordered = set()
+        elif who in self._ordered:
+            return
+        self._ordered.add(who)
+        device, stream = self.on(ordinal)
+        if stream == NO_WAIT:
+            return
+        other = producer(ordinal) or 1
+        if other != stream:
+            device.order(other, stream)
 
     def on(self, ordinal: int) -> tuple[CuPyDevice, int]:
-        """A device, and its stream as DLPack numbers streams; `_NO_WAIT` while it is captured."""
+        """A device, and its stream as DLPack numbers streams; `NO_WAIT` while it is captured."""
         found = self._found.get(ordinal)
         if found is None:
             found = self._found[ordinal] = self._look(ordinal)
@@ -62,7 +91,7 @@ class Consumer:
         device, handle = cupy_device(ordinal), stream_handle(self._stream)
         if handle is None:
             handle = device.current_stream()
-        return device, _NO_WAIT if device.is_capturing(handle) else handle or 1
+        return device, NO_WAIT if device.is_capturing(handle) else handle or 1
 
 
 def adopt(value: Any, name: str, consumer: Consumer) -> Any:
@@ -131,7 +160,7 @@ class _Exported:
     def __init__(self, value: Any, device: tuple[int, int], stream: int) -> None:
         self._value, self._device = value, device
         self._stream: int | None = stream
-        if stream == _NO_WAIT and type(value).__module__.startswith("jax"):
+        if stream == NO_WAIT and type(value).__module__.startswith("jax"):
             self._stream = None  # JAX takes -1 for the address of a stream, and None for no wait
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -167,7 +196,7 @@ def _by_interface(value: Any, name: str, consumer: Consumer) -> Any:
     producer = interface.get("stream")
     if producer is not None:
         device, stream = consumer.on(array.data.device_id)
-        if stream not in (_NO_WAIT, producer):
+        if stream not in (NO_WAIT, producer):
             device.order(producer, stream)
     return array
 
