@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
 from emulator import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from latent import hopper_latent
 from test_mla import CASE, LATENT
 
-from cupyflash import support
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.bounds import AttentionBounds
 from cupyflash.runtime.device import DeviceInfo
-from cupyflash.runtime.kernel_source import kernel_root
 from cupyflash.runtime.mla_plan import make_mla_plan, mla_plans
-from cupyflash.testing.strategies import cases
 from cupyflash.warmup import workspace_size
 
 OPTIONS = {"num_splits": st.sampled_from([0, 1, 2, 5]), "batch_invariant": st.booleans()}
@@ -34,89 +28,6 @@ def test_any_case_in_any_order_of_warps(arch, case, kind, order, num_splits, bat
         case.make().check(
             flash_attn_varlen_func, num_splits=num_splits, batch_invariant=batch_invariant
         )
-
-
-MANY_HEADS = cases(
-    lengths=st.lists(
-        st.tuples(
-            st.sampled_from([1, 1, 1, 2, 4, 0, 9]),
-            st.one_of(st.integers(-5, 20), st.sampled_from([63, 64, 127, 190, 255, 400])),
-        ),
-        min_size=1,
-        max_size=3,
-    ).map(tuple),
-    q_v=True,
-    num_heads_kv=st.sampled_from([1, 1, 1, 2]),
-    group_size=st.sampled_from([64, 33, 128, 70]),
-    head_dim=st.sampled_from([64, 64, 8]),
-    head_dim_v=st.sampled_from([512, 512, 256, 72]),
-    page_size=st.sampled_from([64, 16, 8, 32, 128, 96, None]),
-    softcap=0.0,
-    alibi="",
-    q_type="bf16",
-    kv_type="bf16",
-)
-
-
-@settings(max_examples=60)
-@given(case=MANY_HEADS, kind=st.sampled_from(["bf16", "fp16"]), order=st.integers(0, 9), **OPTIONS)
-def test_many_heads_on_hopper(case, kind, order, num_splits, batch_invariant):
-    case = case.replace(q_type=kind, kv_type=kind)
-    with emulated("sm_90", seed=order), hopper_latent():
-        case.make().check(
-            flash_attn_varlen_func, num_splits=num_splits, batch_invariant=batch_invariant
-        )
-
-
-HOPPER = {
-    "64 heads": ({"group_size": 64}, "mla_decode_sm90_bf16_m64"),
-    "tokens side by side": ({"group_size": 16, "lengths": ((4, 30),)}, "mla_decode_sm90_bf16_m64"),
-    "fp16": ({"group_size": 64, "q_type": "fp16", "kv_type": "fp16"}, "mla_decode_sm90_fp16_m64"),
-    "packed": ({"group_size": 64, "page_size": None}, "mla_decode_sm90_bf16_m64"),
-    "few heads": ({"group_size": 32, "lengths": ((1, 30),)}, "mla_decode_sm80_bf16_m32"),
-    "pages of 4": ({"group_size": 64, "page_size": 4}, "mla_decode_sm80_bf16_m32"),
-    "odd rows": ({"group_size": 64, "layout": "odd"}, "mla_decode_sm80_bf16_m32"),
-    "soft cap": ({"group_size": 64, "softcap": 3.0}, "mla_decode_sm80_bf16_m32"),
-    "ALiBi": ({"group_size": 64, "alibi": "head"}, "mla_decode_sm80_bf16_m32"),
-}
-
-
-@pytest.mark.parametrize("name", HOPPER)
-def test_which_kernel_runs_on_hopper(name):
-    changes, symbol = HOPPER[name]
-    inputs = CASE.replace(**{"lengths": ((1, 130), (1, 5)), **changes}).make()
-    with emulated("sm_90") as device, hopper_latent():
-        inputs.check(flash_attn_varlen_func, num_splits=1)
-        assert device.reports[-1].symbol == symbol
-        inputs.check(flash_attn_varlen_func, num_splits=1, fa_version=2)
-        assert "sm80" in device.reports[-1].symbol
-
-
-def test_version_3_is_not_chosen_by_itself_before_its_row_is_built():
-    (row,) = [row for row in support.SUPPORT if (row.version, row.latent) == (3, True)]
-    inputs = CASE.replace(group_size=64).make()
-    with emulated("sm_90") as device:
-        inputs.check(flash_attn_varlen_func)
-        assert ("sm90" in device.reports[-1].symbol) == row.built
-
-
-@pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 192, 193, 400])
-@pytest.mark.parametrize("order", range(4))
-def test_tiles_around_the_ring(tokens, order):
-    """Fewer tiles than stages, as many, and more, in several orders of warps."""
-    case = CASE.replace(lengths=((1, tokens - 1),), group_size=64, page_size=64)
-    with emulated("sm_90", seed=order), hopper_latent():
-        case.make().check(flash_attn_varlen_func, num_splits=1)
-
-
-def test_warpgroups_share_the_registers_that_a_launch_has():
-    """`setmaxnreg` waits for ever for registers beyond those; an emulator has no such limit."""
-    text = kernel_root().joinpath("mla_decode_sm90.cu").read_text()
-    (threads,) = map(int, re.findall(r"__launch_bounds__\((\d+), 1\)", text))
-    (taken,) = map(int, re.findall(r"take_registers<(\d+)>", text))
-    (given,) = map(int, re.findall(r"give_registers<(\d+)>", text))
-    assert threads == 384
-    assert taken + 2 * given <= 3 * (65536 // threads // 8 * 8)
 
 
 @pytest.mark.parametrize("heads", [1, 16, 17, 128])

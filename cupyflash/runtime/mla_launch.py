@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays import AttentionArrays
-from .attention_args import arrays_of, pack_attention, results
+from .attention_args import Tiling, arrays_of, pack_attention, results
 from .attention_launch import usable_bytes
 from .call import Call
 from .device import Device, DeviceInfo, device_for
+from .latent_params import LATENT_PARAMS
+from .latent_plan import LatentPlan, box_keys, latent_refusal, make_latent_plan
 from .launch import launch, stream_handle
 from .layout import Layout
-from .mla_plan import LATENT_PARAMS, MlaPlan, make_mla_plan, mla_box_keys
+from .mla_plan import MlaPlan, make_mla_plan
 from .params import KernelArgs
 from .tensor_map import rows_refusal
 from .workspace import scratch_of
@@ -19,6 +21,7 @@ from .workspace import scratch_of
 __all__ = ["attend_latent"]
 
 _WIDE = 16
+_TILING = Tiling(0, 0, 0, 0)
 _UINT16 = 1  # CUtensorMapDataType
 _SWIZZLE_128B, _PROMOTE_128B, _ZERO_FILL = 3, 2, 0
 
@@ -49,19 +52,32 @@ def attend_latent(call: Call, workspace: Any, stream: Any, hopper: bool = False)
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
     device, given = device_for(call.arrays.q), stream_handle(stream)
-    starts = (device.pointer(call.arrays.k) | device.pointer(call.arrays.v)) % _WIDE
-    by_tma = hopper and not starts and _has_boxes(call.layout)
-    plan = _plan(call.layout, device.info, usable_bytes(call, device, workspace), by_tma)
-    found = results(call, device, given)
     queue = device.current_stream() if given is None else given
-    if plan.combine is None:
-        _queue(call, plan, device, found, None, queue)
-    elif workspace is not None:
-        _queue(call, plan, device, found, workspace, queue)
+    limit = usable_bytes(call, device, workspace)
+    by_tma = _latent_plan(call, device, limit) if hopper else None
+    plan = by_tma or _plan(call.layout, device.info, limit)
+    found = results(call, device, given)
+    nbytes = (plan.attend if isinstance(plan, LatentPlan) else plan.forward).workspace_bytes
+    if not nbytes or workspace is not None:
+        _queue(call, plan, device, found, workspace if nbytes else None, None, queue)
     else:
         with scratch_of(device, queue) as scratch:
-            block = scratch.reserve(plan.forward.workspace_bytes)
-            _queue(call, plan, device, found, block, queue)
+            block = scratch.reserve(nbytes)
+            _queue(call, plan, device, found, block, scratch.counters, queue)
+    return found
+
+
+def _latent_plan(call: Call, device: Device, limit: int | None) -> LatentPlan | None:
+    """Of the Hopper kernel, if it is made for the call."""
+    starts = device.pointer(call.arrays.k) | device.pointer(call.arrays.v)
+    if starts % _WIDE or not _has_boxes(call.layout):
+        return None
+    problem, info = call.layout.problem, device.info
+    key = ("latent", info, limit)
+    found: LatentPlan | None = call.layout.kept.get(key)
+    if found is None and not latent_refusal(problem, info):
+        limits = {} if limit is None else {"workspace_limit": limit}
+        found = call.layout.keep(key, lambda: make_latent_plan(problem, info, **limits))
     return found
 
 
@@ -75,23 +91,24 @@ def _has_boxes(layout: Layout) -> bool:
     return bool(found)
 
 
-def _plan(layout: Layout, info: DeviceInfo, limit: int | None, by_tma: bool) -> MlaPlan:
-    key = ("mla", info, limit, by_tma)
+def _plan(layout: Layout, info: DeviceInfo, limit: int | None) -> MlaPlan:
+    key = ("mla", info, limit)
     limits = {} if limit is None else {"workspace_limit": limit}
     found: MlaPlan | None = layout.kept.get(key)
-    return found or layout.keep(
-        key, lambda: make_mla_plan(layout.problem, info, hopper=by_tma, **limits)
-    )
+    return found or layout.keep(key, lambda: make_mla_plan(layout.problem, info, **limits))
 
 
-def _pack(call: Call, device: Device) -> bytes:
+def _pack(call: Call, device: Device, side: int = 0) -> bytes:
     """The `LatentParams` of a call."""
     q_v, k = call.arrays.q_v, call.arrays.k
     start, (token, head, _) = device.pointer(q_v), q_v.strides
     vectorised = (start | token | head) % _WIDE == 0
     page = call.problem.page_size
     outside = 1 if page is None else k.shape[0]
-    return LATENT_PARAMS.pack(start, token, head, vectorised, mla_box_keys(page), outside, 0)
+    inverse = -(-(1 << 32) // (page or 1)) % (1 << 32)
+    return LATENT_PARAMS.pack(
+        start, token, head, vectorised, box_keys(page), outside, side, inverse
+    )
 
 
 def _key_map(call: Call, device: Device, array: Any) -> bytes:
@@ -104,20 +121,50 @@ def _key_map(call: Call, device: Device, array: Any) -> bytes:
     steps = [_WIDE if n == 1 else int(s) for n, s in zip(shape, strides, strict=True)]
     return device.encode_tensor_map(
         array, _UINT16, device.pointer(array), (dim, slots, heads, blocks),
-        (steps[1], steps[2], steps[0]), (64, mla_box_keys(call.problem.page_size), 1, 1),
+        (steps[1], steps[2], steps[0]), (64, box_keys(call.problem.page_size), 1, 1),
         _SWIZZLE_128B, _PROMOTE_128B, _ZERO_FILL,
     )  # fmt: skip
 
 
 def _queue(
-    call: Call, plan: MlaPlan, device: Device, found: tuple[Any, Any], scratch: Any, stream: int
+    call: Call,
+    plan: MlaPlan | LatentPlan,
+    device: Device,
+    found: tuple[Any, Any],
+    block: Any,
+    counters: Any,
+    stream: int,
 ) -> None:
-    packed = pack_attention(call, device, *found, scratch, plan.tiling)
-    used = arrays_of(call, *found, scratch)
-    values: tuple[bytes, ...] = (packed, _pack(call, device))
-    if plan.uses_tma:
-        maps = tuple(_key_map(call, device, a) for a in (call.arrays.k, call.arrays.v))
-        values = (*values, *maps)
-    launch(device, plan.forward, KernelArgs(values, used), stream)
+    if isinstance(plan, LatentPlan):
+        _queue_hopper(call, plan, device, found, block, counters, stream)
+        return
+    packed = pack_attention(call, device, *found, block, plan.tiling)
+    used = arrays_of(call, *found, block)
+    launch(device, plan.forward, KernelArgs((packed, _pack(call, device)), used), stream)
     if plan.combine is not None:
         launch(device, plan.combine, KernelArgs((packed,), used), stream)
+
+
+def _queue_hopper(
+    call: Call,
+    plan: LatentPlan,
+    device: Device,
+    found: tuple[Any, Any],
+    block: Any,
+    counters: Any,
+    stream: int,
+) -> None:
+    """``counters`` are 0 between launches; without them they lie in the block and are set to 0."""
+    packed = pack_attention(call, device, *found, None, _TILING)
+    used = arrays_of(call, *found, block, counters)
+    partials, arrivals = (0, 0), 0
+    if plan.splits:
+        start = device.pointer(block)
+        partials = start, start + plan.state_at
+        arrivals = start + plan.counters_at if counters is None else device.pointer(counters)
+        if counters is None:
+            clear = plan.pack(partials, arrivals, clear=True)
+            launch(device, plan.schedule, KernelArgs((packed, clear), used), stream)
+    values = packed, plan.pack(partials, arrivals), _pack(call, device, plan.side)
+    maps = (_key_map(call, device, array) for array in (call.arrays.k, call.arrays.v))
+    launch(device, plan.attend, KernelArgs((*values, *maps), used), stream)

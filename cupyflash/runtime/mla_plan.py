@@ -1,46 +1,34 @@
-"""Launches of the kernels of multi-head latent attention, from bounds alone."""
+"""Launches of the portable kernels of multi-head latent attention, from bounds alone."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from math import gcd
 
 from .attention_args import Tiling
 from .attention_plan import ATTENTION_PARAMS, NEVER_SPLIT, combine_plan
 from .compile import native_arch
 from .device import DeviceInfo
 from .dtypes import BF16, FP16, ScalarType
-from .params import ParamsLayout
+from .latent_params import LATENT_PARAMS
+from .latent_plan import latent_plans, latent_refusal, latent_variant
 from .plan import Plan
 from .problem import AttentionProblem
 from .splits import MOST_SPLITS, fewest_pieces
 from .variant import Variant
 
 __all__ = [
-    "LATENT_PARAMS",
     "MlaPlan",
     "make_mla_plan",
-    "mla_box_keys",
     "mla_note",
     "mla_plans",
     "mla_variants",
 ]
 
-LATENT_PARAMS = ParamsLayout(
-    ("q_v", "ptr"),
-    ("token_stride", "i64"),
-    ("head_stride", "i64"),
-    ("vectorised", "i32"),
-    ("box_keys", "i32"),
-    ("outside_page", "i32"),
-    ("unused", "i32"),
-)
-"""The layout of ``core/latent_params.cuh``."""
-
-_WGMMA_REST_BYTES = 64 * (128 + 32) + 12 * 8 + 3 * 64 * 4 + 64  # besides its stages: LatentTiles
 _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
+_HOPPER_ARCH = "sm_90"
+_THREADS = 256
 _SMALLEST_CHUNK = 256  # keys: below it, partial results outweigh them
 _LARGEST_WORKSPACE = 1 << 28
 _WAVES = 4  # blocks a multiprocessor, at most, for the sake of splitting
@@ -51,49 +39,34 @@ _SHARED_BYTES.update(dict.fromkeys(("sm_80", "sm_87"), _MEDIUM))
 
 @dataclass(frozen=True, slots=True)
 class MlaPlan:
-    """One or two launches; attributes as `attention_plan.AttentionPlan`.
-
-    ``uses_tma``: the forward kernel is passed tensor maps of k and v.
-    """
+    """One or two launches; attributes as `attention_plan.AttentionPlan`."""
 
     forward: Plan
     combine: Plan | None
     splits: int
     tiling: Tiling
-    uses_tma: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What is compiled: rows of queries, keys of a stage, stages; on wgmma or on mma.sync."""
+    """What is compiled: rows of queries, keys of a stage, stages."""
 
     rows: int
     keys: int
     stages: int
-    wgmma: bool = False
-
-    @property
-    def threads(self) -> int:
-        return 384 if self.wgmma else 256
 
     @property
     def smem_bytes(self) -> int:
-        """As mainloop/latent_sm80.cuh lays it out: stages, parts of the scores, factors.
-
-        Or latent_sm90.cuh: stages, a panel of queries, barriers, factors and results.
-        """
-        stages = self.stages * self.keys * _ROW_BYTES
-        if self.wgmma:
-            return stages + _WGMMA_REST_BYTES
+        """As mainloop/latent_sm80.cuh lays it out: stages, parts of the scores, factors."""
         parts = 8 * 16 // self.keys
+        stages = self.stages * self.keys * _ROW_BYTES
         return stages + self.rows * (parts * (self.keys + 8) * 4 + 8)
 
     def variant(self, kind: ScalarType, arch: str) -> Variant:
-        dialect = "sm90" if self.wgmma else "sm80"
         return Variant(
-            f"mla_decode_{dialect}.cu",
-            f"mla_decode_{dialect}_{kind.name}_m{self.rows}",
-            "sm_90a" if self.wgmma else arch,
+            "mla_decode_sm80.cu",
+            f"mla_decode_sm80_{kind.name}_m{self.rows}",
+            arch,
             (
                 ("COMPUTE_TYPE", kind.code),
                 ("KEY_STAGES", self.stages),
@@ -113,20 +86,6 @@ _TILES = {
     _SMALL: (_Tile(16, 32, 2), _Tile(32, 32, 2)),
 }
 
-_WGMMA_TILE = _Tile(64, 64, 3, wgmma=True)
-_WGMMA_ARCH = "sm_90"
-
-
-def mla_box_keys(page_size: int | None) -> int:
-    """Keys of a TMA box: of one block of the cache and one tile."""
-    return _WGMMA_TILE.keys if page_size is None else gcd(page_size, _WGMMA_TILE.keys)
-
-
-def _wgmma_serves(problem: AttentionProblem, arch: str) -> bool:
-    """Whether the kernel for many heads can serve a problem: TMA boxes hold whole swizzle atoms."""
-    plain = not (problem.softcap > 0 or problem.has_alibi)
-    return arch == _WGMMA_ARCH and plain and mla_box_keys(problem.page_size) % 8 == 0
-
 
 def _tiles(arch: str) -> tuple[_Tile, _Tile]:
     return _TILES[_SHARED_BYTES.get(arch, _SMALL)]
@@ -135,28 +94,21 @@ def _tiles(arch: str) -> tuple[_Tile, _Tile]:
 def mla_variants(arch: str) -> Iterator[Variant]:
     """All that latent attention can ask for."""
     for kind in (FP16, BF16):
-        for tile in (*_tiles(arch), *((_WGMMA_TILE,) if arch == _WGMMA_ARCH else ())):
+        for tile in _tiles(arch):
             yield tile.variant(kind, arch)
+        if arch == _HOPPER_ARCH:
+            yield latent_variant(kind)
 
 
 @lru_cache(maxsize=1024)
 def make_mla_plan(
-    problem: AttentionProblem,
-    info: DeviceInfo,
-    workspace_limit: int = _LARGEST_WORKSPACE,
-    hopper: bool = False,
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
 ) -> MlaPlan:
-    """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``.
-
-    With ``hopper``, the kernel of that architecture takes what has more rows than the portable one
-    puts side by side.
-    """
+    """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
     arch = native_arch(info.capability)
     small, large = _tiles(arch)
     most_rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
     tile = small if most_rows <= small.rows else large
-    if hopper and most_rows > large.rows and _wgmma_serves(problem, arch):
-        tile = _WGMMA_TILE
     blocks, blocks_a_request = _row_blocks(problem, tile.rows)
     items = blocks * problem.num_heads_kv
     limit = min(workspace_limit, _LARGEST_WORKSPACE)
@@ -164,23 +116,20 @@ def make_mla_plan(
     forward = Plan(
         tile.variant(problem.q_type, arch),
         (items, 1, splits),
-        (tile.threads, 1, 1),
+        (_THREADS, 1, 1),
         tile.smem_bytes,
         _partial_bytes(problem, splits),
     )
     rows = problem.total_q * problem.num_heads_q
     tiling = Tiling(chunk, blocks_a_request, tile.rows, rows * splits if splits > 1 else 0)
     combine = combine_plan(problem, info) if splits > 1 else None
-    return MlaPlan(forward, combine, splits, tiling, tile.wgmma)
+    return MlaPlan(forward, combine, splits, tiling)
 
 
 def mla_note(problem: AttentionProblem, info: DeviceInfo) -> str:
     """Which kernel serves a problem of version 3 whose keys start at multiples of 16 bytes."""
-    if make_mla_plan(problem, info, hopper=True).uses_tma:
-        return "Hopper latent"
-    if not _wgmma_serves(problem, native_arch(info.capability)):
-        return "portable latent; not Hopper latent: soft cap, ALiBi, or pages not of whole 8 tokens"
-    return "portable latent; not Hopper latent: 32 rows (queries times heads) or fewer a request"
+    refused = latent_refusal(problem, info)
+    return f"portable latent; not Hopper latent: {refused}" if refused else "Hopper latent"
 
 
 def mla_plans(problem: AttentionProblem, info: DeviceInfo, hopper: bool = False) -> list[Plan]:
@@ -188,15 +137,13 @@ def mla_plans(problem: AttentionProblem, info: DeviceInfo, hopper: bool = False)
 
     Their workspace is enough for any of the calls.
     """
-    plan, arch = make_mla_plan(problem, info, hopper=hopper), native_arch(info.capability)
+    plan, arch = make_mla_plan(problem, info), native_arch(info.capability)
     forwards = {plan.forward.variant: plan.forward}
-    wgmma = hopper and _wgmma_serves(problem, arch)
-    for tile in (*_tiles(arch), *((_WGMMA_TILE,) if wgmma else ())):
+    for tile in _tiles(arch):
         variant = tile.variant(problem.q_type, arch)
-        block = (tile.threads, 1, 1)
-        forwards.setdefault(variant, Plan(variant, (1, 1, 1), block, tile.smem_bytes))
-    nbytes = _largest_workspace(problem, info)
-    plans = list(forwards.values())
+        forwards.setdefault(variant, Plan(variant, (1, 1, 1), (_THREADS, 1, 1), tile.smem_bytes))
+    plans = [*(latent_plans(problem, info) if hopper else ()), *forwards.values()]
+    nbytes = max([_largest_workspace(problem, info), *(each.workspace_bytes for each in plans)])
     if nbytes:
         plans.append(combine_plan(problem, info))
     return [replace(each, workspace_bytes=nbytes) for each in plans]
@@ -209,7 +156,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     most = min(problem.num_splits or MOST_SPLITS, MOST_SPLITS)
     rows = problem.total_q * problem.num_heads_q * most
     if not problem.num_splits:
-        rows = min(rows, _WAVES * info.num_sms * _WGMMA_TILE.rows)
+        rows = min(rows, _WAVES * info.num_sms * _tiles(native_arch(info.capability))[1].rows)
     return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
 
 

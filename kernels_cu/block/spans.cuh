@@ -122,6 +122,28 @@ __device__ __forceinline__ BatchTotals add_up(const AttentionParams &p, const De
   return totals;
 }
 
+// Of a line that is cut into spans: which of them have a part of it.
+struct SpanCut {
+  u32 pieces, segment;  // each segment of so many tiles in so many pieces; 0 pieces: it is not so
+  u32 share, rest;      // tiles of a span, and the spans that have one more
+
+  __device__ __forceinline__ int owner(u32 tile) const {
+    const u32 longer = rest * (share + 1);
+    return tile < longer ? tile / (share + 1) : rest + (tile - longer) / share;
+  }
+
+  // The spans that have a split segment: the first one, and how many.
+  __device__ __forceinline__ void owners(int first, int last, int &span, int &count) const {
+    if (pieces) {
+      span = static_cast<u32>(first) / segment * pieces;
+      count = pieces;
+    } else {
+      span = owner(first);
+      count = owner(last - 1) - span + 1;
+    }
+  }
+};
+
 class Spans {
  public:
   __device__ __forceinline__ Spans(const DecodeParams &d, int batch, const i32 *prefix,
@@ -163,15 +185,9 @@ class Spans {
             segment_end(p, d, prefix, batch_, end - 1)};
   }
 
-  // The spans that have a split segment: the first one, and how many.
+  __device__ __forceinline__ SpanCut cut() const { return {pieces_, segment_, share_, rest_}; }
   __device__ __forceinline__ void owners(int first, int last, int &span, int &count) const {
-    if (pieces_) {
-      span = static_cast<u32>(first) / segment_ * pieces_;
-      count = pieces_;
-    } else {
-      span = owner(first);
-      count = owner(last - 1) - span + 1;
-    }
+    cut().owners(first, last, span, count);
   }
 
   // The request of a tile; lanes may ask for different ones.
@@ -224,11 +240,6 @@ class Spans {
         count_ = spans;
       }
     }
-  }
-
-  __device__ __forceinline__ int owner(u32 tile) const {
-    const u32 longer = rest_ * (share_ + 1);
-    return tile < longer ? tile / (share_ + 1) : rest_ + (tile - longer) / share_;
   }
 
   // Where the segment of a tile ends. Rare enough to be one function.

@@ -10,5 +10,6 @@ struct LatentParams {
   i32 vectorised;    // pointer and strides allow loads of 8 elements
   i32 box_keys;      // of a TMA box; 0 where none is used
   i32 outside_page;  // a block past the last one
-  i32 unused;
+  i32 side;          // blocks that take the row blocks of a segment, side by side
+  u32 page_inverse;  // 2^32 over the page size, rounded up
 };

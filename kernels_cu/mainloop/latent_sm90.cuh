@@ -1,138 +1,17 @@
-// Latent attention of one segment on wgmma: 64 rows, key tiles of 64 by TMA in a ring of 3 stages.
+// Latent attention of one piece on wgmma: 64 rows, key tiles of 64 by TMA in a ring of 3 stages.
 //
 // One warpgroup holds the queries in registers and makes the weights; two hold half of the 512 output
-// columns each and add up the values. A stage is 9 panels of 64 keys and 128 bytes: 8 of the latent,
-// which are keys and values, and one of the rope part. Once a tile's scores are known its rope panel
-// is free, and the weights take its place: they need no memory, nor a barrier, of their own.
-//
-// A panel is loaded again as soon as its last reader is done: its columns' warpgroup does so for the
-// latent, and the scores' warpgroup for the rope part, when both others are done with the weights.
+// columns each and add up the values. What takes longest is the way from scores to weights and on to
+// the next scores, so the warpgroup on it does nothing else: the others load panels again as soon as
+// they have been read. The ring goes on from piece to piece.
 #pragma once
 
-#include "arch/tma_sm90.cuh"
-#include "arch/wgmma_sm90.cuh"
 #include "block/epilogue.cuh"
 #include "block/softmax.cuh"
-#include "mainloop/latent_rows.cuh"
+#include "mainloop/latent_tiles_sm90.cuh"
 
-constexpr int kLatentRows = 64, kLatentKeys = 64, kLatentStages = 3;
-constexpr int kLatentSteps = kRowDim / 16, kHeldSteps = kLatentDim / 16 - 1;
-constexpr bool kLatentTurns = true;
-constexpr int kPanelBytes = kLatentKeys * 128, kLatentPanels = 8, kHalfPanels = kLatentPanels / 2;
-constexpr int kLatentStageBytes = (kLatentPanels + 1) * kPanelBytes;
-
-struct LatentTiles {
-  struct Rest {
-    u64 full[kLatentStages];     // all of a tile has landed
-    u64 scored[kLatentStages];   // its scores are there
-    u64 weights[kLatentStages];  // its weights are there
-    u64 done[kLatentStages];     // its weights and values have been used
-    float factor[kLatentStages][kLatentRows];  // of the sums before this tile
-    Segment segment;
-  };
-  struct Results {
-    float norm[kLatentRows], lse[kLatentRows];
-  };
-  // Of the queries, what registers do not hold: the rope part, and a step of the latent.
-  static constexpr int kRopeAt = kLatentStages * kLatentStageBytes;
-  static constexpr int kStepAt = kRopeAt + kPanelBytes;
-  static constexpr int kRestAt = kStepAt + kLatentRows * 32;
-  static constexpr int kBytes = kRestAt + static_cast<int>(sizeof(Rest));
-
-  char *base;
-  u32 address;
-
-  __device__ __forceinline__ explicit LatentTiles(char *smem)
-      : base(smem), address(shared_address(smem)) {}
-
-  __device__ __forceinline__ Rest &rest() const { return *reinterpret_cast<Rest *>(base + kRestAt); }
-  // In the place of queries that are done with.
-  __device__ __forceinline__ Results &results() const {
-    return *reinterpret_cast<Results *>(base + kRopeAt);
-  }
-  __device__ __forceinline__ u32 panel(int stage, int i) const {
-    return address + stage * kLatentStageBytes + i * kPanelBytes;
-  }
-  __device__ __forceinline__ char *stage(int i) const { return base + i * kLatentStageBytes; }
-  __device__ __forceinline__ char *rope_panel(int i) const {
-    return stage(i) + kLatentPanels * kPanelBytes;
-  }
-
-  // By one thread.
-  __device__ __forceinline__ void init() const {
-    Rest &r = rest();
-    for (int i = 0; i < kLatentStages; ++i) {
-      mbarrier_init(shared_address(&r.full[i]), 3);  // a loading thread of each warpgroup
-      mbarrier_init(shared_address(&r.scored[i]), 128);
-      mbarrier_init(shared_address(&r.weights[i]), 128);
-      mbarrier_init(shared_address(&r.done[i]), 256);
-    }
-    mbarrier_init_fence();
-  }
-};
-
-// The place of a tile in the ring, and the parity of its barriers there.
-struct LatentPlace {
-  int stage = 0;
-  u32 parity = 0;
-  __device__ __forceinline__ void next() {
-    if (++stage == kLatentStages) stage = 0, parity ^= 1;
-  }
-};
-
-struct LatentLoader {
-  const AttentionParams &p;
-  const LatentParams &d;
-  const Segment &s;
-  const LatentTiles &tiles;
-  const TensorMap *rope_map, *latent_map;
-
-  __device__ __forceinline__ int first_tile() const { return s.kv_begin / kLatentKeys; }
-  __device__ __forceinline__ int end_tile() const {
-    return s.kv_begin < s.kv_end ? (s.kv_end + kLatentKeys - 1) / kLatentKeys : first_tile();
-  }
-
-  // By one warp: panels [first, first + count) of a tile to a stage. A box has the keys of one block
-  // of the cache; lane i takes the i-th, and boxes that no row of the segment sees are zero.
-  __device__ __forceinline__ void load(int tile, int stage, int first, int count,
-                                       const TensorMap *map) const {
-    const u32 full = shared_address(&tiles.rest().full[stage]);
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive_expect(full, static_cast<u32>(count * kPanelBytes));
-    }
-    __syncwarp();
-    const int at = static_cast<int>(threadIdx.x % 32) * d.box_keys, key = tile * kLatentKeys + at;
-    if (at >= kLatentKeys) return;
-    int slot = s.request.kv_begin + key, page = 0;
-    if (p.block_table) {
-      const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
-      slot = key - column * p.page_size;
-      page = d.outside_page;
-      if (key < s.kv_end && key + d.box_keys > s.kv_begin) {
-        page = reinterpret_cast<const i32 *>(p.block_table +
-                                             s.request.index * p.table_row_stride)[column];
-      }
-    }
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      const int panel = first + i;
-      tma_load4(tiles.panel(stage, panel) + at * 128, map, panel % kLatentPanels * 64, slot,
-                s.kv_head, page, full);
-    }
-  }
-
-  // What a warpgroup loads of a tile: 0: the rope part; 1, 2: a half of the latent.
-  __device__ __forceinline__ void load_share(int tile, int stage, int warpgroup) const {
-    if (warpgroup == 0) {
-      load(tile, stage, kLatentPanels, 1, rope_map);
-    } else {
-      load(tile, stage, (warpgroup - 1) * kHalfPanels, kHalfPanels, latent_map);
-    }
-  }
-};
-
-// A number that is the same in all lanes, so that the compiler knows it.
-__device__ __forceinline__ u32 uniform_lane(u32 x) { return __shfl_sync(0xffffffffu, x, 0); }
+constexpr int kTurnStep = 0;  // of a tile's values, before which they wait for their turn
+constexpr float kSlack = 8.f;
 
 template <class V>
 struct LatentScores {
@@ -140,38 +19,79 @@ struct LatentScores {
 
   const LatentLoader &load;
   const AttentionParams &p;
-  const Segment &s;
   const LatentTiles &tiles;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   u32 q[kHeldSteps][4];
   float shift[2], sum[2];
 
   __device__ __forceinline__ explicit LatentScores(const LatentLoader &load)
-      : load(load), p(load.p), s(load.s), tiles(load.tiles) {}
+      : load(load), p(load.p), tiles(load.tiles) {}
 
-  __device__ __forceinline__ int row_of(int h) const { return warp * 16 + h * 8 + lane / 4; }
-
-  // From the last stage, where the block has put them, to registers; what these do not hold goes to
-  // tiles of its own.
-  __device__ __forceinline__ void hold_queries() {
-    const char *tile = tiles.stage(kLatentStages - 1);
-    for (int i = threadIdx.x; i < kLatentRows * 8; i += 128) {
-      const uint4 chunk = *reinterpret_cast<const uint4 *>(
+  // The rows of a piece to a stage, and on to registers; what these do not hold goes to tiles of its
+  // own. Barriers of this warpgroup inside.
+  __device__ __forceinline__ void hold_queries(const Segment &s, int stage) {
+    char *const tile = tiles.stage(stage);
+    const bool wide = load.l.vectorised && p.q_vectorised;
+    if (wide) {
+      copy_queries(s, shared_address(tile));
+    } else {
+      load_latent_queries<128, kLatentRows>(p, load.l, s, tile);
+    }
+    named_barrier_sync(kScoresOnly, 128);
+    const u32 flip = wide && s.negate ? 0x80008000u : 0u;
+    const int thread = fresh(threadIdx.x);
+#pragma unroll 1
+    for (int i = thread; i < kLatentRows * 8; i += 128) {
+      uint4 chunk = *reinterpret_cast<const uint4 *>(
           tile + latent_chunk_at(i / 8, kLatentChunks) - (i / 8 % 8) * 16 + i % 8 * 16);
+      chunk.x ^= flip, chunk.y ^= flip, chunk.z ^= flip, chunk.w ^= flip;
       *reinterpret_cast<uint4 *>(tiles.base + LatentTiles::kRopeAt + i * 16) = chunk;
     }
     // Rows of 32 bytes with the swizzle of that size: every other four rows have their halves swapped.
-    const int step_row = threadIdx.x / 2, half = threadIdx.x % 2;
+    const int step_row = thread / 2, half = thread % 2;
+    uint4 chunk = *reinterpret_cast<const uint4 *>(
+        tile + latent_chunk_at(step_row, kHeldSteps * 2 + half));
+    chunk.x ^= flip, chunk.y ^= flip, chunk.z ^= flip, chunk.w ^= flip;
     *reinterpret_cast<uint4 *>(tiles.base + LatentTiles::kStepAt + step_row * 32 +
-                               (half ^ (step_row / 4 & 1)) * 16) =
-        *reinterpret_cast<const uint4 *>(tile + latent_chunk_at(step_row, kHeldSteps * 2 + half));
-    const int row = warp * 16 + lane % 16;
+                               (half ^ (step_row / 4 & 1)) * 16) = chunk;
+    const int row = thread / 32 * 16 + thread % 16, right = thread / 16 % 2;
 #pragma unroll
     for (int i = 0; i < kHeldSteps; ++i) {
-      ldmatrix4(q[i], shared_address(tile) + latent_chunk_at(row, i * 2 + lane / 16));
+      ldmatrix4(q[i], shared_address(tile) + latent_chunk_at(row, i * 2 + right));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) q[i][j] ^= flip;
     }
     shift[0] = shift[1] = -infinity(), sum[0] = sum[1] = 0.f;
+    fence_async_proxy();
+    named_barrier_sync(kScoresOnly, 128);
+  }
+
+  // 16 rows a warp; zero where there is none.
+  __device__ __forceinline__ void copy_queries(const Segment &s, u32 tile) const {
+    const int rows = s.row_end - s.row_begin, thread = fresh(threadIdx.x);
+    const int warp = thread / 32, lane = thread % 32;
+#pragma unroll 1
+    for (int row = warp * 16; row < warp * 16 + 16; ++row) {
+      const int in_request = (s.row_begin + min(row, rows - 1)) / p.group;
+      const int head = s.kv_head * p.group + s.row_begin + min(row, rows - 1) - in_request * p.group;
+      const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
+      const char *const latent =
+          load.l.q_v + token * load.l.token_stride + head * load.l.head_stride;
+#pragma unroll
+      for (int chunk = lane; chunk < kLatentChunks; chunk += 32) {
+        const bool there = row < rows && chunk * 8 < p.head_dim_v;
+        cp_async16(tile + latent_chunk_at(row, chunk), there ? latent + chunk * 16 : latent,
+                   there ? 16 : 0);
+      }
+      if (lane < kRowChunks - kLatentChunks) {
+        const char *const rope = p.q + token * p.q_token_stride + head * p.q_head_stride;
+        const bool there = row < rows && lane * 8 < p.head_dim;
+        cp_async16(tile + latent_chunk_at(row, kLatentChunks + lane), there ? rope + lane * 16 : rope,
+                   there ? 16 : 0);
+      }
+    }
+    cp_async_commit();
+    cp_async_wait<0>();
   }
 
   __device__ __forceinline__ void score(int stage, float (&out)[32]) const {
@@ -195,12 +115,12 @@ struct LatentScores {
     pin(out);
   }
 
-  __device__ __forceinline__ void mask(int first_column, float (&x)[32]) const {
-    const int lane = fresh(threadIdx.x % 32);
+  __device__ __forceinline__ void mask(const Segment &s, int first_column, float (&x)[32]) const {
+    const int thread = fresh(threadIdx.x), lane = thread % 32;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int position =
-          (s.row_begin + warp * 16 + h * 8 + lane / 4) / p.group + s.request.kv_len -
+          (s.row_begin + thread / 32 * 16 + h * 8 + lane / 4) / p.group + s.request.kv_len -
           s.request.q_len;
       const int low = p.window_left < 0 ? s.kv_begin : max(s.kv_begin, position - p.window_left);
       const int high =
@@ -217,16 +137,18 @@ struct LatentScores {
   }
 
   // Scores become weights, in the rope panel of their stage.
-  __device__ __forceinline__ void fold(int stage, float (&x)[32]) {
-    const float scale = fmaxf(s.scale * kLog2e, 1e-30f);  // never 0, as it meets -inf
+  __device__ __forceinline__ void fold(float scores_scale, int stage, float (&x)[32]) {
+    const float scale = fmaxf(scores_scale * kLog2e, 1e-30f);  // never 0, as it meets -inf
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float top = -infinity();
 #pragma unroll
       for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(x[4 * n + 2 * h], x[4 * n + 2 * h + 1]));
-      // A rounded product: an unchanged shift must give a factor of exactly 1.
-      const float grown = fmaxf(shift[h], __fmul_rn(quad_max(top), scale));
+      // The shift follows the largest score only where weights would outgrow 2^8: the sums before it
+      // are rarely rescaled. An unchanged shift must give a factor of exactly 1.
+      const float largest = __fmul_rn(quad_max(top), scale);
+      const float grown = largest > shift[h] + kSlack ? largest : shift[h];
       const float from = grown == -infinity() ? 0.f : grown;
       factor[h] = exp2_approx(shift[h] - from);
       shift[h] = grown;
@@ -241,8 +163,8 @@ struct LatentScores {
       }
       sum[h] = total;
     }
-    named_barrier_sync(5, 128);  // no warp reads the rope panel any more
-    const int lane = fresh(threadIdx.x % 32), row = warp * 16 + lane % 16;
+    named_barrier_sync(kScoresOnly, 128);  // no warp reads the rope panel any more
+    const int thread = fresh(threadIdx.x), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
     const u32 to = tiles.panel(stage, kLatentPanels) + row * 128;
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
@@ -254,53 +176,52 @@ struct LatentScores {
       stmatrix4(to + ((2 * k + lane / 16) ^ (row & 7)) * 16, word);
     }
     if (lane % 4 == 0) {
-      tiles.rest().factor[stage][warp * 16 + lane / 4] = factor[0];
-      tiles.rest().factor[stage][warp * 16 + lane / 4 + 8] = factor[1];
+      float *const to = tiles.rest().factor[stage] + thread / 32 * 16 + lane / 4;
+      to[0] = factor[0], to[8] = factor[1];
     }
   }
 
-  // A number hidden from the compiler, which would keep what follows from it in registers.
-  __device__ __forceinline__ static int fresh(int number) {
-    asm volatile("" : "+r"(number));
-    return number;
-  }
-
-  __device__ __forceinline__ void run() {
+  // All tiles of a piece; `at` is the place of the first one, and then of the one after the last.
+  __device__ __forceinline__ void run(const Segment &s, LatentPlace &at) {
     LatentTiles::Rest &r = tiles.rest();
-    LatentPlace at;
-    const int begin = load.first_tile(), end = load.end_tile();
+    int tile = first_tile_of(s);
+    bool more = tile < end_tile_of(s);
 #pragma unroll 1
-    for (int tile = begin; tile < end; ++tile) {
-      if (warp == 0 && tile >= begin + 2 && tile + 1 < end) {
-        // The next tile takes the stage of the one before the last.
-        LatentPlace next = at;
-        next.next();
-        mbarrier_wait(shared_address(&r.done[next.stage]), next.parity ^ 1);
-        load.load_share(tile + 1, next.stage, 0);
-      }
+    while (more) {
       mbarrier_wait(shared_address(&r.full[at.stage]), at.parity);
       float x[32];
       score(at.stage, x);
       mbarrier_arrive(shared_address(&r.scored[at.stage]));
       const int column = tile * kLatentKeys;
       if (column < s.free_begin || column + kLatentKeys > s.free_end || column < s.kv_begin) {
-        mask(column, x);
+        mask(s, column, x);
       }
-      fold(at.stage, x);
+      fold(s.scale, at.stage, x);
       fence_async_proxy();
       mbarrier_arrive(shared_address(&r.weights[at.stage]));
+      ++tile;
+      more = tile < end_tile_of(s);
+      if (!more) mbarrier_wait(shared_address(&r.done[at.stage]), at.parity);
       at.next();
     }
+  }
+
+  // After the last tile has been used: what its place is to the others.
+  __device__ __forceinline__ void conclude(const Segment &s) const {
+    LatentTiles::Results &r = tiles.rest().results;
     const float v_scale = value_scale(p, s.request.index, s.kv_head);
+    const int thread = fresh(threadIdx.x);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float total = quad_sum(sum[h]);
-      if (lane % 4 == 0) {
-        tiles.results().norm[row_of(h)] = total == 0.f ? 0.f : v_scale / total;
-        tiles.results().lse[row_of(h)] = total == 0.f ? -infinity() : shift[h] * kLn2 + logf(total);
+      if (thread % 4 == 0) {
+        const int row = thread / 32 * 16 + thread % 32 / 4 + h * 8;
+        r.norm[row] = total == 0.f ? 0.f : v_scale / total;
+        r.top[row] = shift[h];
+        r.sum[row] = total;
       }
     }
-    named_barrier_arrive(1, 384);
+    named_barrier_arrive(kPieceDone, 384);
   }
 };
 
@@ -310,14 +231,13 @@ struct LatentValues {
 
   const LatentLoader &load;
   const AttentionParams &p;
-  const Segment &s;
   const LatentTiles &tiles;
   const int half;
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   float acc[kColumns / 2];
 
   __device__ __forceinline__ LatentValues(const LatentLoader &load, int half)
-      : load(load), p(load.p), s(load.s), tiles(load.tiles), half(half) {}
+      : load(load), p(load.p), tiles(load.tiles), half(half) {}
 
   __device__ __forceinline__ void rescale(int stage) {
     const float *factor = tiles.rest().factor[stage] + warp * 16 + lane / 4;
@@ -331,7 +251,7 @@ struct LatentValues {
   }
 
   // Weights of 0 must not meet what lies behind the last key, or before the first one.
-  __device__ __forceinline__ void clear_outside(int tile, int stage) const {
+  __device__ __forceinline__ void clear_outside(const Segment &s, int tile, int stage) const {
     const int low = s.kv_begin - tile * kLatentKeys, high = s.kv_end - tile * kLatentKeys;
     if (low <= 0 && high >= kLatentKeys) return;
     const u32 zero[4] = {};
@@ -345,17 +265,20 @@ struct LatentValues {
     named_barrier_sync(2 + half, 128);
   }
 
-  // The second half waits for the scores of the next tile, so that the tensor cores have work while
-  // these become weights. `next` is its place, `more` whether there is one.
+  // Values wait for the scores of the next tile, so that the tensor cores have work while these become
+  // weights, and none of it while they do not. `next` is its place, `more` whether there is one.
   __device__ __forceinline__ void accumulate(int stage, const LatentPlace &next, bool more) {
     const u64 weights =
         matrix_descriptor(uniform_lane(tiles.panel(stage, kLatentPanels)), 16, 1024);
     const u64 values = matrix_descriptor(uniform_lane(tiles.panel(stage, half * kHalfPanels)),
                                          kPanelBytes, 1024);
+    if (kTurnStep == 0 && more) {
+      mbarrier_wait(shared_address(&tiles.rest().scored[next.stage]), next.parity);
+    }
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kLatentKeys / 16; ++i) {
-      if (kLatentTurns && i == 2 && more) {
+      if (i == kTurnStep && i > 0 && more) {
         wgmma_commit();
         mbarrier_wait(shared_address(&tiles.rest().scored[next.stage]), next.parity);
       }
@@ -367,46 +290,37 @@ struct LatentValues {
     pin(acc);
   }
 
-  __device__ __forceinline__ void run() {
+  // All tiles of a piece, as in LatentScores.
+  __device__ __forceinline__ void run(const Segment &s, LatentPlace &at) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0.f;
     LatentTiles::Rest &r = tiles.rest();
-    LatentPlace at;
-    const int end = load.end_tile();
+    const int end = end_tile_of(s);
 #pragma unroll 1
-    for (int tile = load.first_tile(); tile < end; ++tile) {
+    for (int tile = first_tile_of(s); tile < end; ++tile) {
+      const int page = tile + kLatentStages < end ? load.page_of(s, tile + kLatentStages) : 0;
       mbarrier_wait(shared_address(&r.full[at.stage]), at.parity);
       mbarrier_wait(shared_address(&r.weights[at.stage]), at.parity);
       rescale(at.stage);
-      clear_outside(tile, at.stage);
+      clear_outside(s, tile, at.stage);
       LatentPlace next = at;
       next.next();
       accumulate(at.stage, next, tile + 1 < end);
       mbarrier_arrive(shared_address(&r.done[at.stage]));
-      if (tile + kLatentStages < end) {
-        named_barrier_sync(2 + half, 128);  // no warp reads the columns any more
-        if (warp == 0) load.load_share(tile + kLatentStages, at.stage, 1 + half);
-      }
+      if (tile + kLatentStages < end) load_again(s, tile + kLatentStages, at, page);
       at = next;
     }
-    named_barrier_sync(1, 384);
-    store();
   }
 
-  __device__ __forceinline__ void store() const {
-    const LatentTiles::Results &r = tiles.results();
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int in_tile = warp * 16 + h * 8 + lane / 4, row = s.row_begin + in_tile;
-      if (row >= s.row_end) continue;
-      float value[kColumns / 8][2];
-#pragma unroll
-      for (int n = 0; n < kColumns / 8; ++n) {
-        value[n][0] = acc[4 * n + 2 * h], value[n][1] = acc[4 * n + 2 * h + 1];
-      }
-      store_row<kColumns / 8>(p, s, s.kv_head, row, {r.lse[in_tile], r.norm[in_tile]},
-                              half * kColumns + lane % 4 * 2, half == 0 && lane % 4 == 0, value,
-                              [](int n) { return n * 8; });
+  // The columns are loaded again by their own warpgroup, the rope part when both have used the weights.
+  __device__ __forceinline__ void load_again(const Segment &s, int tile, const LatentPlace &at,
+                                             int page) const {
+    named_barrier_sync(2 + half, 128);  // no warp reads the columns any more
+    if (warp == 0) {
+      load.load_share(s, tile, at.stage, page, half);
+    } else if (warp == 1 && half == 1) {
+      mbarrier_wait(shared_address(&tiles.rest().done[at.stage]), at.parity);
+      load.load_share(s, tile, at.stage, page, 2);
     }
   }
 };

@@ -1,0 +1,185 @@
+"""Launches of the Hopper kernel of latent attention, from bounds alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd
+from typing import Any
+
+from .attention_params import ATTENTION_PARAMS
+from .decode_plan import schedule_plan
+from .decode_tile import DECODE_PARAMS
+from .device import DeviceInfo
+from .dtypes import ScalarType
+from .latent_params import LATENT_PARAMS
+from .plan import Plan
+from .problem import AttentionProblem
+from .variant import Variant
+from .workspace import COUNTERS
+
+__all__ = [
+    "LatentPlan",
+    "box_keys",
+    "latent_plans",
+    "latent_refusal",
+    "latent_variant",
+    "make_latent_plan",
+]
+
+_CAPABILITY = (9, 0)
+_THREADS = 384
+_ROWS, _KEYS, _STAGES = 64, 64, 3
+_TILE_SHIFT = _KEYS.bit_length() - 1
+_ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
+# Stages, the queries that registers do not hold, and LatentTiles::Rest.
+_SMEM_BYTES = _STAGES * _KEYS * _ROW_BYTES + _ROWS * (128 + 32) + 1024
+_LARGEST_SCAN = 1 << 15  # requests that every block adds up, in the memory of a stage
+_LARGEST_WORKSPACE = 1 << 28
+_FEWEST_SHIFT = 1  # log2 of the tiles that are worth a span of their own
+_MOST_TILES = 1 << 31
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentPlan:
+    """One launch, or two where the caller's workspace has counters to be set to 0.
+
+    Attributes
+    ----------
+    attend, schedule : Plan
+        ``schedule`` sets counters to 0.
+    splits : bool
+        Whether segments may be split, and leave partial results.
+    side : int
+        Blocks that take the row blocks of a segment side by side.
+    state_at, counters_at : int
+        Where in the workspace, after the partial outputs, their states lie, and the counters.
+    numbers : dict of str to number
+        Fields of ``DecodeParams`` that are not 0 and no addresses.
+    """
+
+    attend: Plan
+    schedule: Plan
+    splits: bool
+    side: int
+    state_at: int
+    counters_at: int
+    numbers: dict[str, int]
+
+    def pack(self, partials: tuple[int, int], arrivals: int, clear: bool = False) -> bytes:
+        """The `DecodeParams` of a launch; of the one before it with ``clear``."""
+        fields: dict[str, Any] = dict.fromkeys(DECODE_PARAMS.names, 0)
+        fields |= self.numbers
+        fields |= {"partial_out": partials[0], "partial_state": partials[1], "arrivals": arrivals}
+        if clear:
+            fields["spans"] *= self.side
+        return DECODE_PARAMS.pack(*fields.values())
+
+
+def box_keys(page_size: int | None) -> int:
+    """Keys of a TMA box: of one block of the cache and one tile."""
+    return _KEYS if page_size is None else gcd(page_size, _KEYS)
+
+
+def latent_variant(kind: ScalarType) -> Variant:
+    """What is compiled."""
+    return Variant(
+        "mla_decode_sm90.cu",
+        f"mla_decode_sm90_{kind.name}",
+        "sm_90a",
+        (
+            ("COMPUTE_TYPE", kind.code),
+            ("KEY_STAGES", _STAGES),
+            ("KEY_TILE", _KEYS),
+            ("LATENT_NBYTES", LATENT_PARAMS.nbytes),
+            ("LATENT_ROWS", _ROWS),
+            ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+            ("SMEM_NBYTES", _SMEM_BYTES),
+        ),
+    )
+
+
+def latent_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
+    """Why the kernel does not serve a problem; empty where it does."""
+    if info.capability != _CAPABILITY:
+        return "it is for compute capability 9.0"
+    if problem.softcap > 0 or problem.has_alibi:
+        return "soft cap and ALiBi"
+    if box_keys(problem.page_size) % 8:
+        return f"pages of {problem.page_size} tokens, it takes multiples of 8"
+    if not problem.batch or not problem.total_q:
+        return "there are no queries"
+    if problem.batch > _LARGEST_SCAN:
+        return f"{problem.batch} requests, it takes {_LARGEST_SCAN}"
+    if problem.page_size and problem.page_size * problem.max_seqlen_k >= 1 << 32:
+        return f"{problem.max_seqlen_k} keys in pages of {problem.page_size}"
+    row_blocks = -(-_rows(problem) // (_side(problem) * _ROWS))
+    tiles = problem.batch * problem.num_heads_kv * row_blocks * -(-problem.max_seqlen_k // _KEYS)
+    if tiles >= _MOST_TILES:
+        return f"{tiles} key tiles within the bounds, it counts to {_MOST_TILES - 1}"
+    return ""
+
+
+def _rows(problem: AttentionProblem) -> int:
+    """Of a request and KV head, at most."""
+    return min(problem.max_seqlen_q, problem.total_q) * problem.group_size
+
+
+def _side(problem: AttentionProblem) -> int:
+    return 1 if _rows(problem) <= _ROWS else 2
+
+
+@lru_cache(maxsize=1024)
+def make_latent_plan(
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+) -> LatentPlan:
+    """The launches of a problem that is not refused; fewer spans fit a small workspace."""
+    side = _side(problem)
+    pieces = 1 if problem.batch_invariant else problem.num_splits
+    most = max(1, min(info.num_sms, COUNTERS) // side)
+    slot_bytes = 2 * side * _ROWS * (problem.head_dim_v + 2) * 4
+    spans = min(most, workspace_limit // (slot_bytes + 4 * side))
+    if spans < 2:
+        pieces, spans = 1, most
+    rows = 2 * spans * side * _ROWS if pieces != 1 else 0
+    state_at = rows * problem.head_dim_v * 4
+    counters_at = state_at + rows * 8
+    nbytes = counters_at + (-(-spans * side // 4) * 16 if rows else 0)
+    return LatentPlan(
+        attend=Plan(
+            latent_variant(problem.q_type),
+            (spans * side, 1, 1),
+            (_THREADS, 1, 1),
+            _SMEM_BYTES,
+            nbytes,
+            True,
+        ),
+        schedule=schedule_plan(problem.batch),
+        splits=rows > 0,
+        side=side,
+        state_at=state_at,
+        counters_at=counters_at,
+        numbers={
+            "spans": spans,
+            "tile_shift": _TILE_SHIFT,
+            "row_block": side * _ROWS,
+            "units": problem.num_heads_kv,
+            "fewest_shift": _FEWEST_SHIFT,
+            "align_most": _MOST_TILES - 1,
+            "most_pieces": pieces,
+            "most_rows": _MOST_TILES - 1,
+        },
+    )
+
+
+def latent_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
+    """Every launch of the kernel that calls within a problem's bounds may need.
+
+    Their workspace is enough for any of the calls.
+    """
+    if latent_refusal(replace(problem, max_seqlen_q=1), info):
+        return []
+    tokens = {1, problem.max_seqlen_q}
+    found = [make_latent_plan(replace(problem, max_seqlen_q=n), info) for n in tokens]
+    nbytes = max(plan.attend.workspace_bytes for plan in found)
+    return [replace(found[0].attend, workspace_bytes=nbytes)]
