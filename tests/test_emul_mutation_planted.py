@@ -1,15 +1,25 @@
-"""The machine catches bugs planted in the library's own Hopper kernels."""
+"""The machine catches bugs planted in the library's own kernels."""
 
 from __future__ import annotations
 
 import pytest
 from emulator.planted import PLANTED
+from emulator.planted_sm80 import PLANTED_SM80
 
 SEEDS = range(20)
 
 
 @pytest.mark.parametrize("bug", PLANTED, ids=lambda b: b.name)
 def test_emul_catches_what_is_planted_in_the_hopper_kernels(bug):
+    check(bug)
+
+
+@pytest.mark.parametrize("bug", PLANTED_SM80, ids=lambda b: b.name)
+def test_emul_catches_what_is_planted_in_the_portable_kernels(bug):
+    check(bug)
+
+
+def check(bug):
     device = bug.device()
     caught = [bug.caught(device, seed) for seed in SEEDS]
     if bug.pattern:

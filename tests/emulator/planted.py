@@ -1,4 +1,7 @@
-"""Bugs planted in the library's Hopper kernels: patterns in their text, and a case that meets them."""
+"""Bugs planted in the library's kernels: patterns in their text, and a case that meets them.
+
+Those of the Hopper kernels are here, others in planted_*.py.
+"""
 
 # ruff: noqa: E501  (a bug a line)
 
@@ -49,6 +52,7 @@ class Planted:
     case: Case
     num_sms: int = 2
     calls: int = 1
+    version: int = 3
 
     def device(self) -> EmulatedDevice:
         return _Changed(self)
@@ -59,7 +63,7 @@ class Planted:
         try:
             with use_device(device):
                 for _ in range(self.calls):
-                    self.case.make().check(flash_attn_varlen_func, fa_version=3)
+                    self.case.make().check(flash_attn_varlen_func, fa_version=self.version)
         except EmulatorError as e:
             found = str(e)
         except AssertionError as e:
