@@ -202,6 +202,48 @@ def test_a_wrong_merge_is_refused_after_right_ones(device, change, error):
     assert len(device.launches) == 1
 
 
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (
+            lambda **changes: reshape_and_cache_flash(*write(**changes)),
+            ({"ptr": 1 << 25}, {"k_scale": 0.5}, {"v_scale": Array((1,), np.float32, 3 << 20)}),
+        ),
+        (lambda **changes: merge_attn_states(*states(**changes)), ({"ptr": 1 << 25},)),
+        (
+            lambda context=None: merge_attn_states(
+                *states(), prefill_tokens_with_context=context, stream=3
+            ),
+            ({"context": 2},),
+        ),
+    ],
+)
+def test_a_write_or_merge_with_equal_addresses_is_queued_again(device, first, others):
+    for again in range(3):
+        first()
+        assert device.again == again
+
+    def queued(launch):
+        kernel, plan, args, stream = launch
+        return kernel, plan, args.values, stream
+
+    kept = queued(device.launches[-1])
+    assert kept == queued(device.launches[0])
+    for change in others:
+        first(**change)
+        assert device.again == 2
+        assert queued(device.launches[-1]) != kept
+    first()
+    assert queued(device.launches[-1]) == kept
+    device.status = 201
+    launches = len(device.launches)
+    first()
+    assert [*map(queued, device.launches[launches:])] == [kept, kept]
+    with use_device(StandIn()) as other:
+        first()
+        assert not other.again
+
+
 def calls_of(function):
     """Functions of the library that a call enters: a host time that no busy machine changes."""
     count = 0
@@ -232,7 +274,12 @@ def test_a_warm_call_enters_few_functions(device, batch):
     assert attention(given, {**given, "q": Array((batch, 8, 64), np.float16, 5 << 20)}) <= 45
     arguments = write()
     reshape_and_cache_flash(*arguments)
-    assert calls_of(lambda: reshape_and_cache_flash(*arguments)) <= 18
+    reshape_and_cache_flash(*arguments)
+    assert calls_of(lambda: reshape_and_cache_flash(*arguments)) <= 14
+    merged = states()
+    for _ in range(2):
+        merge_attn_states(*merged)
+    assert calls_of(lambda: merge_attn_states(*merged)) <= 18
 
 
 # The launch itself
