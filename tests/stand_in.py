@@ -68,13 +68,13 @@ class StandIn:
         return 0
 
 
-def forget(monkeypatch):
+def forget():
     """Start with nothing kept of earlier calls."""
-    monkeypatch.setattr(call, "_layouts", {})
-    monkeypatch.setattr(known_call, "_known", {})
-    monkeypatch.setattr(known_call, "_recordings", {})
-    monkeypatch.setattr(write_launch, "_known", Known())
-    monkeypatch.setattr(merge_launch, "_known", Known())
+    for kept in (call._layouts, known_call._known, known_call._recordings):
+        kept.clear()
+    for module in (write_launch, merge_launch):
+        module._known = Known()
+        module._shape.cache_clear()
 
 
 def decode(batch=2, ptr=1 << 20, **changes):

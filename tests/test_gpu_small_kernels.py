@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from stand_in import forget
 
 import cupyflash
 from cupyflash import merge_attn_states, reshape_and_cache_flash
@@ -36,6 +37,7 @@ def device(cp):
 def nothing_loaded(device):
     """A device that has loaded no kernel yet."""
     kept, device.kernels = device.kernels, {}
+    forget()
     try:
         yield
     finally:

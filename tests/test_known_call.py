@@ -36,7 +36,7 @@ class Gpu(StandIn):
 
 @pytest.fixture(params=[(8, 0), (9, 0)])
 def gpu(request, monkeypatch):
-    forget(monkeypatch)
+    forget()
     monkeypatch.setattr(Array, "fill", lambda self, value: None, raising=False)
     monkeypatch.setattr(workspace, "on_stream", lambda *a: nullcontext())
     monkeypatch.setattr(workspace, "_scratch", {})
@@ -135,7 +135,7 @@ def test_another_option_is_another_call(gpu, change):
 
 
 def test_the_version_of_a_block_and_of_the_environment_is_the_calls(monkeypatch):
-    forget(monkeypatch)
+    forget()
     with use_device(Gpu((9, 0))) as gpu:
         for _ in range(3):
             (hopper,) = launches(gpu, call())

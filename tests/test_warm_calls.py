@@ -26,8 +26,8 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture
-def device(monkeypatch):
-    forget(monkeypatch)
+def device():
+    forget()
     with use_device(StandIn()) as found:
         yield found
 
