@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 from cupyflash.runtime.dtypes import E4M3, ScalarType
 
-__all__ = ["Array", "per_head", "round_to_fp8", "storage", "widen"]
+__all__ = ["LARGEST", "Array", "per_head", "round_to_fp8", "storage", "widen"]
 
 Array = NDArray[Any]
 
-_LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0}
 _NAN_BYTE = 0x7F
 
 
@@ -56,7 +56,7 @@ def round_to_fp8(values: Array, kind: ScalarType = E4M3) -> Array:
     ndarray [...] of ``kind.numpy``
         Infinities become the largest finite value of their sign.
     """
-    limit = np.float32(_LARGEST[kind.name])
+    limit = np.float32(LARGEST[kind.name])
     with np.errstate(invalid="ignore"):
         rounded = np.clip(values, -limit, limit).astype(kind.numpy)
     rounded.view(np.uint8)[np.isnan(values)] = _NAN_BYTE

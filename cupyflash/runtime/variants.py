@@ -9,6 +9,7 @@ from .decode_tile import decode_variants
 from .merge_plan import merge_variants
 from .mla_plan import mla_variants
 from .prefill_plan import prefill_variants
+from .quantize_plan import quantize_variants
 from .variant import Variant
 from .write_plan import write_variants
 
@@ -22,6 +23,7 @@ FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (
     decode_variants,
     prefill_variants,
     mla_variants,
+    quantize_variants,
 )
 
 
