@@ -19,7 +19,6 @@ from .latent_cache import concat_and_cache_mla, gather_latent_cache
 from .merge import merge_attn_states
 from .mla import ContextChunk, mla_decode, mla_prefill
 from .quantize import quantize_fp8
-from .prefix_tree import PrefixTree, prefix_tree
 from .runtime.workspace import free_workspaces
 from .scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 from .warmup import warmup, workspace_size
@@ -48,7 +47,6 @@ __all__ = [
     "mla_decode",
     "mla_prefill",
     "quantize_fp8",
-    "prefix_tree",
     "reshape_and_cache_flash",
     "use_cascade_attention",
     "warmup",
