@@ -3,7 +3,8 @@
 from .attention import flash_attn_varlen_func
 from .batched import flash_attn_func
 from .bounds import AttentionBounds
-from .cascade import cascade_attention, use_cascade_attention
+from .cascade import cascade_attention
+from .cascade_policy import use_cascade_attention
 from .explain import Explanation, explain
 from .fa_version import (
     fa_version,
@@ -18,6 +19,7 @@ from .kv_cache import reshape_and_cache_flash
 from .latent_cache import concat_and_cache_mla, gather_latent_cache
 from .merge import merge_attn_states
 from .mla import ContextChunk, mla_decode, mla_prefill
+from .prefix_tree import PrefixTree, prefix_tree
 from .quantize import quantize_fp8
 from .runtime.workspace import free_workspaces
 from .scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
@@ -27,6 +29,7 @@ __all__ = [
     "AttentionBounds",
     "ContextChunk",
     "Explanation",
+    "PrefixTree",
     "SchedulerMetadata",
     "cascade_attention",
     "concat_and_cache_mla",
@@ -46,6 +49,7 @@ __all__ = [
     "merge_attn_states",
     "mla_decode",
     "mla_prefill",
+    "prefix_tree",
     "quantize_fp8",
     "reshape_and_cache_flash",
     "use_cascade_attention",

@@ -2,75 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from .attention import describe_call, flash_attn_varlen_func
 from .merge import merge_attn_states
+from .prefix_tree import PrefixTree
 from .runtime import env
-from .runtime.arrays import array_module, as_array, on_stream, spec_of
+from .runtime.arrays import array_module, as_array, on_stream, place, spec_of
 from .runtime.call import scale_argument
 from .runtime.rules.numbers import non_negative
 from .runtime.rules.operands import check_operand
 from .runtime.rules.score import window
-from .values import check_prefix_is_seen
+from .runtime.shared_launch import Sharing
+from .shared_prefix import attend_once, sharing_of_tree
+from .values import check_prefix_is_seen, check_values
 
-__all__ = ["cascade_attention", "use_cascade_attention"]
-
-_TILE = 128  # rows and keys of a tile in the cost model of `use_cascade_attention`
-_SHORTEST_PREFIX = 256
-_FEWEST_REQUESTS = 8
-
-
-def use_cascade_attention(
-    common_prefix_len: int,
-    query_lens: Sequence[int] | np.ndarray[Any, Any],
-    num_query_heads: int,
-    num_kv_heads: int,
-    use_alibi: bool,
-    use_sliding_window: bool,
-    use_local_attention: bool,
-    num_sms: int,
-    dcp_world_size: int,
-) -> bool:
-    """Whether vLLM 0.31 would compute a shared prefix once for the whole batch.
-
-    The rule is that release's. There must be at least 256 shared tokens and 8 requests, and no
-    ALiBi, window, local attention or context parallelism. Then the answer is yes, unless all
-    requests decode one token with grouped heads: those run as split decode too, and the answer is
-    whether cascade takes fewer waves of 128 x 128 tiles on `num_sms` multiprocessors.
-
-    Parameters
-    ----------
-    common_prefix_len : int
-        Tokens that all requests share.
-    query_lens : sequence of int
-        Query tokens of each request.
-    num_query_heads, num_kv_heads : int
-    use_alibi, use_sliding_window, use_local_attention : bool
-    num_sms : int
-        Multiprocessors of the GPU.
-    dcp_world_size : int
-        Ranks of the context-parallel group.
-
-    Returns
-    -------
-    bool
-    """
-    requests = len(query_lens)
-    if common_prefix_len < _SHORTEST_PREFIX or requests < _FEWEST_REQUESTS or dcp_world_size > 1:
-        return False
-    if use_alibi or use_sliding_window or use_local_attention:
-        return False
-    group = num_query_heads // num_kv_heads
-    if group == 1 or any(n != 1 for n in query_lens):
-        return True
-    tiles = -(-common_prefix_len // _TILE)
-    cascade = -(-num_query_heads * -(-requests // _TILE) // num_sms) * tiles
-    decode = -(-requests * num_kv_heads * -(-group // _TILE) * tiles // num_sms)
-    return cascade < decode
+__all__ = ["cascade_attention"]
 
 
 def cascade_attention(
@@ -101,14 +50,17 @@ def cascade_attention(
     *,
     fp8_dtype: str = "e4m3",
     q_fp8_dtype: str | None = None,
+    prefix_tree: PrefixTree | None = None,
     stream: Any = None,
 ) -> Any:
-    """Causal attention over paged keys whose first blocks all requests share.
+    """Causal attention over paged keys whose first blocks requests share.
 
     The shared blocks are read once for all queries, without a mask; each request's own keys
-    causally; the two states are merged. Where the prefix cannot be shared (ALiBi or a window,
-    which count from each request's own position, or descales that may differ from request to
-    request) each request attends to all of its keys in one pass, with the same result.
+    causally; the two states are merged. On compute capability 9.0 this is one launch; elsewhere,
+    and where that kernel does not take a call, it is two and a merge. Where the prefix cannot be
+    shared (ALiBi or a window, which count from each request's own position, or descales that may
+    differ from request to request) each request attends to all of its keys in one pass, with the
+    same result.
 
     Parameters
     ----------
@@ -151,6 +103,12 @@ def cascade_attention(
         What uint8 caches hold.
     q_fp8_dtype : str, optional
         What a uint8 query holds, if it differs.
+    prefix_tree : PrefixTree, optional
+        Which requests share what, instead of a prefix of all: `common_prefix_len` is 0 then,
+        ``suffix_kv_lens`` are all keys of each request, and ``cu_prefix_query_lens`` and
+        ``prefix_kv_lens`` are not read. The result is that of attention; where the kernel does not
+        take the call, nothing is shared. A request that does not see all that its group shares
+        reads its keys by itself.
     stream : int or stream, optional
         The current stream of the arrays' device if None. The CPU has none.
 
@@ -175,7 +133,10 @@ def cascade_attention(
             ("value_cache", value_cache),
         )
     )  # fmt: skip
-    blocks = _prefix_blocks(key_cache, common_prefix_len, max_kv_len)
+    if prefix_tree is None:
+        blocks = _prefix_blocks(key_cache, common_prefix_len, max_kv_len)
+    else:
+        blocks = _no_prefix(common_prefix_len, prefix_scheduler_metadata)
     sides = window(None if sliding_window is None else tuple(sliding_window), False)
     names = ("q_descale", "k_descale", "v_descale")
     scales = {
@@ -196,6 +157,13 @@ def cascade_attention(
     }
     own = {"cu_seqlens_q": cu_query_lens, "max_seqlen_q": max_query_len, "out": output, **scales}
     table = as_array(block_table, "block_table")
+    whole = {
+        "max_seqlen_k": max_kv_len, "block_table": table, "causal": True, "window_size": sides,
+        "alibi_slopes": alibi_slopes, "s_aux": s_aux, **own, **common,
+    }  # fmt: skip
+    if prefix_tree is not None:
+        _by_tree(prefix_tree, whole, suffix_kv_lens, suffix_scheduler_metadata)
+        return given
     if alibi_slopes is not None or sides != (-1, -1) or not all(map(_is_shared, scales.values())):
         if prefix_scheduler_metadata is not None or suffix_scheduler_metadata is not None:
             raise ValueError(
@@ -205,10 +173,7 @@ def cascade_attention(
         lengths = as_array(suffix_kv_lens, "suffix_kv_lens")
         with on_stream(lengths, stream, "lengths with the prefix"):
             lengths = lengths + np.int32(common_prefix_len)
-        flash_attn_varlen_func(
-            max_seqlen_k=max_kv_len, seqused_k=lengths, block_table=table, causal=True,
-            window_size=sides, alibi_slopes=alibi_slopes, s_aux=s_aux, **own, **common,
-        )  # fmt: skip
+        flash_attn_varlen_func(seqused_k=lengths, **whole)
         return given
     prefix = {
         "max_seqlen_q": query.shape[0], "cu_seqlens_q": cu_prefix_query_lens,
@@ -222,8 +187,55 @@ def cascade_attention(
         "block_table": table[:, blocks:], "causal": True,
         "scheduler_metadata": suffix_scheduler_metadata, **own, **common,
     }  # fmt: skip
-    _two_levels(output, prefix, suffix, stream)
+    sharing = Sharing(common_keys=common_prefix_len, added_keys=common_prefix_len)
+    if not _in_one(sharing, {**whole, "seqused_k": suffix_kv_lens}, prefix, suffix):
+        _two_levels(output, prefix, suffix, stream)
     return given
+
+
+def _in_one(
+    sharing: Sharing, whole: dict[str, Any], prefix: dict[str, Any], suffix: dict[str, Any]
+) -> bool:
+    """One launch for both levels, where there is a kernel for it; all three by their arguments."""
+    call = describe_call(**whole)
+    if call.on_host:
+        return False
+    for one in (prefix, suffix):  # a schedule that is not needed must fit all the same
+        if one["scheduler_metadata"] is not None:
+            describe_call(**one)
+    if env.check():
+        check_values(call)
+        check_prefix_is_seen(describe_call(**suffix), sharing.common_keys)
+    return not attend_once(call, sharing, whole["fa_version"], whole["stream"])
+
+
+def _by_tree(
+    tree: PrefixTree, whole: dict[str, Any], lengths: Any, scheduler_metadata: Any
+) -> None:
+    """Attention to all keys, those of a tree read once where there is a kernel for it."""
+    whole = {**whole, "seqused_k": lengths, "scheduler_metadata": scheduler_metadata}
+    call = describe_call(**whole)
+    if call.problem.batch != tree.batch:
+        raise ValueError(
+            f"prefix_tree is of {tree.batch} requests, the call of {call.problem.batch}"
+        )
+    if not call.on_host:
+        place(("q", "prefix_tree"), (call.arrays.q, tree.buffer), whole["stream"])
+        if env.check():
+            check_values(call)
+        if not attend_once(call, sharing_of_tree(tree), whole["fa_version"], whole["stream"]):
+            return
+    flash_attn_varlen_func(**whole)
+
+
+def _no_prefix(common_prefix_len: int, prefix_scheduler_metadata: Any) -> int:
+    """What a call with a tree has of a prefix of all."""
+    if common_prefix_len or prefix_scheduler_metadata is not None:
+        raise ValueError(
+            f"prefix_tree with common_prefix_len={common_prefix_len} and prefix_scheduler_metadata="
+            f"{prefix_scheduler_metadata!r}: the tree says what is shared; use 0 and None"
+        )
+    return 0
 
 
 def _prefix_blocks(key_cache: Any, common_prefix_len: int, max_kv_len: int) -> int:

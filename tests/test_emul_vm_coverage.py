@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from emulator import device_array, emulated
 from latent import hopper_latent
+from prefixes import SHARED, cascade, make_shared
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.cascade import merge_attn_states
@@ -48,6 +49,10 @@ def latent_on_hopper() -> None:
         attend(LATENT.replace(group_size=64))
 
 
+def shared() -> None:
+    cascade(*make_shared(SHARED, [([0, 1, 2, 3], 64)]))
+
+
 def merge() -> None:
     shape = (3, 2, 64)
     out, a, b = (device_array(shape, np.float16, 1.0) for _ in range(3))
@@ -73,6 +78,7 @@ RUNS: list[tuple[str, Callable[[], None]]] = [
     ("sm_90", scheduled),
     ("sm_80", lambda: attend(LATENT)),
     ("sm_90", latent_on_hopper),
+    ("sm_90", shared),
     ("sm_80", merge),
     ("sm_90", write),
 ]

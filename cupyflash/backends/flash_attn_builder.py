@@ -15,7 +15,7 @@ from cupyflash.backend import (
     CommonAttentionMetadata,
     KVCacheSpec,
 )
-from cupyflash.cascade import use_cascade_attention
+from cupyflash.cascade_policy import use_cascade_attention
 from cupyflash.distributed.sharding import Sharding
 from cupyflash.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 

@@ -10,6 +10,7 @@ from .merge_plan import merge_variants
 from .mla_plan import mla_variants
 from .prefill_plan import prefill_variants
 from .quantize_plan import quantize_variants
+from .shared_tile import shared_variants
 from .variant import Variant
 from .write_plan import write_variants
 
@@ -24,6 +25,7 @@ FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (
     prefill_variants,
     mla_variants,
     quantize_variants,
+    shared_variants,
 )
 
 

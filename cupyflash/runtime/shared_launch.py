@@ -1,0 +1,215 @@
+"""Launching decoding with shared prefixes; arguments are validated already."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from .arrays import AttentionArrays
+from .attention_args import Tiling, arrays_of, pack_attention, results
+from .call import Call
+from .decode_tile import DECODE_PARAMS
+from .device import Device
+from .launch import launch
+from .layout import Layout
+from .params import KernelArgs
+from .shared_plan import SharedPlan
+from .shared_tile import SHARED_PARAMS
+from .tensor_map import rows_refusal
+from .workspace import scratch_of
+
+__all__ = ["Sharing", "attend_shared", "shared_layout_refusal"]
+
+_UINT16 = 1  # CUtensorMapDataType
+_SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL = 3, 0, 0
+_TILING = Tiling(0, 0, 0, 0)
+_OWN_BOX, _WIDTH = 16, 64  # keys of a box; elements of 128 bytes
+_WIDE = 16
+_MOST_MAPS = 1024
+_LOG2E = 1.4426950408889634
+_SMALLEST_SCALE = 1e-30  # it meets -inf
+
+
+class Sharing(NamedTuple):
+    """Who shares what.
+
+    Attributes
+    ----------
+    levels : int
+    common_keys : int
+        Of all requests, without a tree.
+    added_keys : int
+        Of every request besides ``seqused_k``.
+    order : array [batch], int32, or None
+    tree : array [levels, batch, 2], int32, or None
+        As core/shared_params.cuh has them.
+    """
+
+    levels: int = 1
+    common_keys: int = 0
+    added_keys: int = 0
+    order: Any = None
+    tree: Any = None
+
+
+def shared_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
+    """Why q, k and v of a call cannot be read in rows of 16 bytes; empty where they can.
+
+    Parameters
+    ----------
+    layout : Layout
+    starts : tuple of int
+        Addresses of q, k and v.
+    """
+    arrays = AttentionArrays(*layout.specs)
+    named = (("q", arrays.q), ("k", arrays.k), ("v", arrays.v))
+    refused = (rows_refusal(*one, start) for one, start in zip(named, starts, strict=True))
+    return next(filter(None, refused), "")
+
+
+class _Placement:
+    """What of a call the arguments depend on besides addresses."""
+
+    def __init__(self, layout: Layout, plan: SharedPlan) -> None:
+        problem, arrays = layout.problem, AttentionArrays(*layout.specs)
+        panels = plan.tile.head_dim // _WIDTH
+        whole = problem.head_dim == problem.head_dim_v == plan.tile.head_dim
+        self.maps = tuple(
+            _map_of(spec, panels, keys, split)
+            for keys, split in ((_OWN_BOX, whole), (plan.box_keys, False))
+            for spec in (arrays.k, arrays.v)
+        )
+        if arrays.out is None:
+            self.out_step = problem.head_dim_v * problem.out_type.itemsize
+        else:
+            self.out_step = arrays.out[2][0] | arrays.out[2][1]
+        self._encoded: dict[tuple[int, int], tuple[bytes, ...]] = {}
+        page = problem.page_size or 1
+        values = dict.fromkeys(DECODE_PARAMS.names, 0)
+        values.update(
+            tile_shift=plan.tile.keys.bit_length() - 1,
+            row_block=plan.row_block,
+            most_pieces=problem.num_splits,
+            whole_boxes=int(whole),
+            page_shift=-1 if page & (page - 1) else page.bit_length() - 1,
+            group_inverse=-(-(1 << 32) // problem.group_size) % (1 << 32),
+        )
+        self.decode = tuple(
+            DECODE_PARAMS.pack(*{**values, "out_wide": wide}.values()) for wide in (0, 1)
+        )
+
+    def encoded(self, device: Device, k: Any, v: Any) -> tuple[bytes, ...]:
+        """The tensor maps, encoded once an address: own k and v, shared k and v."""
+        starts = device.pointer(k), device.pointer(v)
+        found = self._encoded.get(starts)
+        if found is None:
+            found = tuple(
+                device.encode_tensor_map(
+                    array, _UINT16, start, shape, strides, box,
+                    _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL,
+                )
+                for array, start, (shape, strides, box) in zip(
+                    (k, v) * 2, starts * 2, self.maps, strict=True
+                )
+            )  # fmt: skip
+            if len(self._encoded) >= _MOST_MAPS:
+                self._encoded.clear()
+            self._encoded[starts] = found
+        return found
+
+
+def _map_of(spec: Any, panels: int, keys: int, whole: bool) -> tuple[Any, ...]:
+    """Of [blocks, slots, heads, dim]: (element, slot, panel, head, block).
+
+    A box has 128 bytes of each of its keys, or all of them as panels one after the other; what lies
+    past the head size is filled with zeros.
+    """
+    (blocks, slots, heads, dim), _, strides = spec
+    counts = (blocks, slots, heads)
+    steps = [_WIDE if n == 1 else s for n, s in zip(counts, strides[:3], strict=True)]
+    return (
+        (_WIDTH if whole else dim, slots, panels if whole else 1, heads, blocks),
+        (steps[1], 128 if whole else _WIDE, steps[2], steps[0]),
+        (_WIDTH, keys, panels if whole else 1, 1, 1),
+    )
+
+
+def attend_shared(
+    call: Call, plan: SharedPlan, sharing: Sharing, device: Device, workspace: Any, stream: int
+) -> tuple[Any, Any]:
+    """Queue attention of every request, what is shared read once.
+
+    Parameters
+    ----------
+    call : Call
+        Neither ``shared_refusal`` nor ``shared_layout_refusal`` has anything against it.
+    plan : SharedPlan
+    sharing : Sharing
+    device : Device
+    workspace : array [nbytes], uint8, optional
+        Scratch of at least ``plan.attend.workspace_bytes``; the device's own if None.
+    stream : int
+
+    Returns
+    -------
+    out : array [total_q, num_heads_q, head_dim_v]
+    lse : array [num_heads_q, total_q], float32, or None
+
+    Raises
+    ------
+    CaptureError, CompileError
+        As `compile.load_kernel`; or memory would be allocated during a capture.
+    """
+    found = results(call, device, stream)
+    if workspace is not None:
+        _queue(call, plan, sharing, device, found, workspace, stream)
+        return found
+    with scratch_of(device, stream) as scratch:
+        block = scratch.reserve(plan.attend.workspace_bytes)
+        _queue(call, plan, sharing, device, found, block, stream)
+    return found
+
+
+def _queue(
+    call: Call,
+    plan: SharedPlan,
+    sharing: Sharing,
+    device: Device,
+    found: tuple[Any, Any],
+    block: Any,
+    stream: int,
+) -> None:
+    layout = call.layout
+    placed: _Placement = layout.kept.get(plan) or layout.keep(
+        plan, lambda: _Placement(layout, plan)
+    )
+    arrays = arrays_of(call, *found, block, sharing.order, sharing.tree)
+    attention = pack_attention(call, device, *found, None, _TILING)
+    wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0
+    common = attention, placed.decode[wide], _pack(call, plan, sharing, device, block)
+    launch(device, plan.schedule, KernelArgs(common, arrays), stream)
+    maps = placed.encoded(device, call.arrays.k, call.arrays.v)
+    launch(device, plan.attend, KernelArgs((*common, *maps), arrays), stream)
+
+
+def _pack(call: Call, plan: SharedPlan, sharing: Sharing, device: Device, block: Any) -> bytes:
+    values: dict[str, Any] = dict.fromkeys(SHARED_PARAMS.names, 0)
+    problem = call.problem
+    scale, cap = max(abs(problem.softmax_scale), _SMALLEST_SCALE), problem.softcap
+    at = device.pointer(block)
+    for name, nbytes in plan.sizes:
+        values[name] = at
+        at += nbytes
+    for name, array in (("order", sharing.order), ("tree", sharing.tree)):
+        values[name] = 0 if array is None else device.pointer(array)
+    values.update(
+        levels=plan.levels,
+        common_keys=sharing.common_keys,
+        added_keys=sharing.added_keys,
+        box_shift=plan.box_keys.bit_length() - 1,
+        tile_rows=plan.tile_rows,
+        most_tokens=plan.most_tokens,
+        ctas=plan.attend.grid[0],
+        scale=1.0 if cap else scale * _LOG2E,
+        cap_scale=scale / cap if cap else 0.0,
+    )
+    return SHARED_PARAMS.pack(*values.values())

@@ -1,0 +1,126 @@
+"""What is compiled of the kernels of shared prefixes, and the layout of their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from .attention_params import ATTENTION_PARAMS
+from .decode_tile import DECODE_PARAMS
+from .dtypes import BF16, FP16, ScalarType
+from .params import ParamsLayout
+from .variant import Variant
+
+__all__ = [
+    "MOST_LEVELS",
+    "SHARED_PARAMS",
+    "SHARE_ROWS",
+    "UNIT_BYTES",
+    "SharedTile",
+    "schedule_shared_variant",
+    "shared_variants",
+]
+
+SHARED_PARAMS = ParamsLayout(
+    *(
+        (name, "ptr")
+        for name in (
+            *("order", "tree", "own_line", "own", "own_starts", "group_line", "groups"),
+            *("group_starts", "tokens", "units", "partial_out", "partial_state", "arrivals"),
+        )
+    ),
+    *(
+        (name, "i32")
+        for name in (
+            *("levels", "common_keys", "added_keys", "box_shift", "tile_rows", "most_tokens"),
+            "ctas",
+        )
+    ),
+    ("scale", "f32"),
+    ("cap_scale", "f32"),
+)
+"""The layout of ``core/shared_params.cuh``."""
+
+MOST_LEVELS = 3
+SHARE_ROWS = 128
+"""Rows of a block of shared keys: two warpgroups."""
+
+UNIT_BYTES = 64
+"""Of a ``MergeUnit``."""
+
+_ARCH = "sm_90a"
+_BUCKETS = {64: (8, 16), 128: (8,)}  # head sizes, and rows of a request as far as registers reach
+_SHARE_KEYS, _OWN_WARPS = 64, 4
+_OWN_STAGE_BYTES = 8192
+_REGISTERS = {8: (168, 152), 16: (152, 184)}  # of the two roles, by rows of a request
+
+
+@dataclass(frozen=True, slots=True)
+class SharedTile:
+    """What is compiled: type of everything, head bucket, rows of a request."""
+
+    compute: ScalarType
+    head_dim: int
+    rows: int
+
+    @property
+    def keys(self) -> int:
+        """Of a tile of own keys: 4 KiB a side."""
+        return 4096 // (2 * self.head_dim)
+
+    @property
+    def stages(self) -> tuple[int, int]:
+        """Blocks of shared keys in flight; tiles of own keys, a warp."""
+        return (4, 2) if self.head_dim == 128 else (5, 4)
+
+    @property
+    def smem_bytes(self) -> int:
+        shared, own = self.stages
+        queries = SHARE_ROWS * self.head_dim * 2
+        blocks = shared * 2 * _SHARE_KEYS * self.head_dim * 2
+        rings = _OWN_WARPS * own * _OWN_STAGE_BYTES
+        return queries + blocks + rings + (4 * shared + _OWN_WARPS * own + 3) * 8
+
+    @property
+    def variant(self) -> Variant:
+        shared, own = self.stages
+        tile, single = _REGISTERS[self.rows]
+        return Variant(
+            "attention_shared_sm90.cu",
+            f"attention_shared_sm90_{self.compute.name}_d{self.head_dim}_r{self.rows}",
+            _ARCH,
+            (
+                ("COMPUTE_TYPE", self.compute.code),
+                ("DECODE_NBYTES", DECODE_PARAMS.nbytes),
+                ("HEAD_DIM", self.head_dim),
+                ("KEY_STAGES", shared),
+                ("KEY_TILE", self.keys),
+                ("OWN_REGISTERS", single),
+                ("OWN_STAGES", own),
+                ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("SHARED_NBYTES", SHARED_PARAMS.nbytes),
+                ("SHARED_ROWS", self.rows),
+                ("TILE_REGISTERS", tile),
+            ),
+        )
+
+
+def shared_variants(arch: str) -> Iterator[Variant]:
+    """All that shared prefixes can be asked for."""
+    if arch != "sm_90":
+        return
+    for compute in (FP16, BF16):
+        for head_dim, rows in _BUCKETS.items():
+            for most in rows:
+                yield SharedTile(compute, head_dim, most).variant
+    yield schedule_shared_variant()
+
+
+def schedule_shared_variant() -> Variant:
+    """The kernel that finds out what is shared."""
+    return Variant(
+        "schedule_shared.cu",
+        "schedule_shared",
+        _ARCH,
+        (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes), ("SHARED_NBYTES", SHARED_PARAMS.nbytes)),
+    )

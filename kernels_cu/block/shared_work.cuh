@@ -1,0 +1,147 @@
+// Which work a CTA takes of a batch with shared prefixes: two lines of equal pieces of keys, each cut
+// into spans. On the line of shared keys a piece is a block of keys of a group's row block and KV
+// head, and a CTA takes a span. On the line of own keys it is a tile of a request and KV head, and a
+// warp takes a span.
+//
+// A segment is what lies on a line next to each other of the same rows and head. What a span has of
+// one leaves partial results at rows of their own: the first row of the segment, and so many on for
+// each span.
+#pragma once
+
+#include "block/segment.cuh"
+#include "core/decode_params.cuh"
+#include "core/shared_params.cuh"
+
+constexpr int kShareKeys = 64;  // of a block
+constexpr int kShareRows = 128;  // of a row block: two warpgroups
+constexpr int kOwnWarps = 4;
+constexpr int kFewestBlocks = 2, kFewestTiles = 4;  // of a piece, if there is a choice
+
+struct Deal {
+  u32 total, count, pieces = 0, whole = 0, segment, share = 0, rest = 0;
+
+  // `segment`: pieces of each, 0 if they differ; `largest`: of the largest; `most_pieces` of a
+  // segment, 0: any. Spans that end where segments end leave fewer partial results.
+  __device__ __forceinline__ Deal(u32 total, u32 segment, u32 largest, u32 spans, u32 fewest,
+                                  u32 most_pieces)
+      : total(total), segment(segment) {
+    count = min(spans, (total + fewest - 1) / fewest);
+    if (total == 0) return;
+    if (most_pieces > 1) {
+      const u32 shortest = (largest + most_pieces - 2) / (most_pieces - 1);
+      count = min(count, max(1u, total / max(1u, shortest)));
+    }
+    if (segment) {
+      const u32 segments = total / segment;
+      if (segments <= spans) {
+        u32 most = spans / segments;
+        if (most_pieces) most = min(most, most_pieces);
+        const u32 each = max(1u, min(most, segment / fewest));
+        if (each < spans / segments || each * segments * 8 >= spans * 7) {
+          pieces = each, count = each * segments;
+        }
+      } else {
+        const u32 each = (segments + spans - 1) / spans, needed = (segments + each - 1) / each;
+        if (needed * 16 >= spans * 15) whole = each * segment, count = needed;
+      }
+    }
+    if (!pieces && !whole) share = total / count, rest = total - share * count;
+  }
+
+  __device__ __forceinline__ KeyRange span(u32 c) const {
+    if (c >= count) return {static_cast<int>(total), static_cast<int>(total)};
+    if (pieces) {
+      const u32 s = c / pieces, r = c - s * pieces, at = s * segment;
+      return {static_cast<int>(at + r * segment / pieces),
+              static_cast<int>(at + (r + 1) * segment / pieces)};
+    }
+    if (whole) {
+      return {static_cast<int>(c * whole), static_cast<int>(min(total, (c + 1) * whole))};
+    }
+    const u32 at = c * share + min(c, rest);
+    return {static_cast<int>(at), static_cast<int>(at + share + (c < rest))};
+  }
+
+  // The spans that have the segment of pieces first..last - 1: the first one, and how many.
+  __device__ __forceinline__ int2 owners(u32 first, u32 last) const {
+    if (pieces) return make_int2(first / segment * pieces, pieces);
+    const int begin = owner(first);
+    return make_int2(begin, owner(last - 1) - begin + 1);
+  }
+
+ private:
+  __device__ __forceinline__ int owner(u32 at) const {
+    if (whole) return at / whole;
+    const u32 longer = rest * (share + 1);
+    return at < longer ? at / (share + 1) : rest + (at - longer) / share;
+  }
+};
+
+// Tokens of a warpgroup's 64 rows; rows hold whole tokens.
+__device__ __forceinline__ int half_tokens(const AttentionParams &p) {
+  return kShareRows / 2 / p.group;
+}
+
+// A row block of a group, KV head `head`.
+struct RowBlock {
+  int first, count;  // of `tokens`
+  bool halves;       // the warpgroups have the same rows and take turns with the keys
+
+  __device__ __forceinline__ RowBlock(const AttentionParams &p, int first_token, int tokens,
+                                      int block) {
+    const int half = half_tokens(p);
+    first = first_token + block * 2 * half;
+    count = min(2 * half, tokens - block * 2 * half);
+    halves = count <= half;
+  }
+
+  // Of partial results, where span c has some of it.
+  __device__ __forceinline__ int partial_row(const AttentionParams &p, int head, int c) const {
+    return 2 * p.group * (p.heads_kv * first + head * count) + kShareRows * c;
+  }
+};
+
+// Of partial results of own keys; `index` of those that have some.
+__device__ __forceinline__ int own_partial_row(const AttentionParams &p, const DecodeParams &d,
+                                               const SharedParams &s, int index, int head,
+                                               int worker) {
+  return s.tile_rows + (index * p.heads_kv + head + worker) * d.row_block;
+}
+
+// The pieces of a span of shared keys, one after the other.
+struct SharedWalk {
+  const AttentionParams &p;
+  const SharedParams &s;
+  int at, end, group;
+
+  // The piece.
+  int request, head, key, keys, blocks;
+  int first_token, tokens, partial_row;
+  bool halves;
+
+  __device__ __forceinline__ SharedWalk(const AttentionParams &p, const SharedParams &s)
+      : p(p), s(s) {
+    const int4 start = s.group_starts[blockIdx.x];
+    at = start.x, end = start.y, group = start.z;
+  }
+
+  __device__ __forceinline__ bool done() const { return at >= end; }
+
+  __device__ __forceinline__ void next() {
+    int line = s.group_line[group], behind = s.group_line[group + 1];
+    if (at >= behind) ++group, line = behind;
+    const int4 found = s.groups[2 * group];
+    request = s.groups[2 * group + 1].x;
+    const int all = (found.y - found.x + kShareKeys - 1) / kShareKeys;
+    const int rest = at - line, item = rest / all, from = rest - item * all;
+    const int block = item / p.heads_kv;
+    head = item - block * p.heads_kv;
+    blocks = min(all - from, end - at);
+    key = found.x + from * kShareKeys;
+    keys = min(blocks * kShareKeys, found.y - key);
+    const RowBlock rows(p, found.z, found.w, block);
+    first_token = rows.first, tokens = rows.count, halves = rows.halves;
+    partial_row = rows.partial_row(p, head, blockIdx.x);
+    at += blocks;
+  }
+};

@@ -1,0 +1,204 @@
+// Own keys of requests beside shared ones: every warp walks a span of its own, by itself.
+//
+// A warp has a ring of tiles in shared memory and asks for another tile as soon as it has read one,
+// also across the ends of segments. Results go from registers to memory.
+#pragma once
+
+#include "block/shared_work.cuh"
+#include "mainloop/decode_products_sm90.cuh"
+#include "mainloop/shared_merge_sm90.cuh"
+
+template <class V>
+struct OwnKeys : DecodeProducts<V> {
+  using S = SharedPlaces<V>;
+  using Products = DecodeProducts<V>;
+  using Rows = DecodeRows<V>;
+  using Products::kD, Products::kKeys, Products::kPanelBytes, Products::kSideBytes;
+  using Products::kStageBytes, Products::kSteps, Products::lane, Products::p;
+  static constexpr int kStages = V::kOwnStages, kBoxes = kKeys / 16, kRowTiles = V::kRowTiles;
+  static constexpr int kPanels = kD / 64;
+  static_assert(kStageBytes == S::kOwnStageBytes, "");
+  static constexpr u32 kAll = 0xffffffffu;
+
+  const DecodeParams &d;
+  const SharedParams &s;
+  const TensorMap *const k_map, *const v_map;
+  u32 ring;
+  const u32 barrier;
+  const int worker;  // of all warps for own keys
+  int at, end, index;     // on the line; of the request there
+  int next, next_index;   // to ask for
+  int stage = 0;
+  u32 parity = 0;
+
+  // What a lane looked up: its tile of the 32 that `next` is one of.
+  struct Ahead {
+    int head, boxes;
+    int block[kBoxes], slot[kBoxes];
+  } ahead;
+
+  __device__ __forceinline__ OwnKeys(const AttentionParams &p, const DecodeParams &d,
+                                     const SharedParams &s, const TensorMap *k_map,
+                                     const TensorMap *v_map, u32 base)
+      : Products(p),
+        d(d),
+        s(s),
+        k_map(k_map),
+        v_map(v_map),
+        ring(base + S::kRings + threadIdx.x / 32 * kStages * kStageBytes),
+        barrier(base + S::kOwnFull + threadIdx.x / 32 * kStages * 8),
+        worker(blockIdx.x * kOwnWarps + threadIdx.x / 32) {
+    const int4 start = s.own_starts[worker];
+    at = next = start.x, end = start.y, index = next_index = start.z;
+    asm("" : "+r"(ring));  // or `base` takes a register of its own all along
+  }
+
+  __device__ __forceinline__ u32 base() const {
+    return ring - S::kRings - threadIdx.x / 32 * kStages * kStageBytes;
+  }
+
+  __device__ __forceinline__ void look_up() {
+    const int tile = (next & ~31) + lane;
+    ahead.boxes = 0;
+    if (tile < next || tile >= end) return;
+    int first = s.own_line[next_index], last = s.own_line[next_index + 1];
+    while (tile >= last) first = last, last = s.own_line[++next_index + 1];
+    const int tiles = (last - first) / p.heads_kv;
+    const int4 found = s.own[2 * next_index];
+    const int request = s.own[2 * next_index + 1].x;
+    ahead.head = (tile - first) / tiles;
+    const int key = found.w + (tile - first - ahead.head * tiles) * kKeys;
+    const i32 *const row =
+        reinterpret_cast<const i32 *>(p.block_table + request * p.table_row_stride);
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      if (key + i * 16 >= found.z) break;
+      const int box_key = key + i * 16;
+      const int column = d.page_shift >= 0 ? box_key >> d.page_shift : box_key / p.page_size;
+      ahead.block[i] = row[column];
+      ahead.slot[i] = box_key - column * p.page_size;
+      ahead.boxes = i + 1;
+    }
+  }
+
+  // Asks for the warp's next tile.
+  __device__ __forceinline__ void ask(int stage) {
+    if (next >= end) return;
+    const int source = next & 31;
+    if (source == 0) look_up();
+    // A tile has a key, so of one box nothing needs to be known.
+    const int boxes = kBoxes == 1 ? 1 : __shfl_sync(kAll, ahead.boxes, source);
+    const int head = __shfl_sync(kAll, ahead.head, source);
+    const u32 to = ring + stage * kStageBytes, full = barrier + stage * 8;
+    if (lane == 0) mbarrier_arrive_expect(full, boxes * 2 * kSideBytes);
+#pragma unroll
+    for (int i = 0; i < kBoxes; ++i) {
+      const int block = __shfl_sync(kAll, ahead.block[i], source);
+      const int slot = __shfl_sync(kAll, ahead.slot[i], source);
+      if (lane == 0 && i < boxes) load_box(to + i * 2 * kSideBytes, full, head, block, slot);
+    }
+    ++next;
+  }
+
+  __device__ __forceinline__ void load_box(u32 to, u32 full, int head, int block,
+                                           int slot) const {
+    if (d.whole_boxes) {
+      const i32 where[5] = {0, slot, 0, head, block};
+      tma_load5(to, k_map, where, full, kEvictFirst);
+      tma_load5(to + kSideBytes, v_map, where, full, kEvictFirst);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < kPanels; ++i) {
+      const i32 where[5] = {i * 64, slot, 0, head, block};
+      tma_load5(to + i * kPanelBytes, k_map, where, full, kEvictFirst);
+      tma_load5(to + kSideBytes + i * kPanelBytes, v_map, where, full, kEvictFirst);
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (next & 31) look_up();
+#pragma unroll 1
+    for (int i = 0; i < kStages; ++i) ask(i);
+#pragma unroll 1
+    while (at < end) {
+      int line = s.own_line[index], behind = s.own_line[index + 1];
+      if (at >= behind) line = behind, behind = s.own_line[++index + 1];
+      const int tiles = (behind - line) / p.heads_kv;
+      const int4 found = s.own[2 * index], more = s.own[2 * index + 1];
+      const int head = (at - line) / tiles, first = line + head * tiles;
+      const int stop = min(end, first + tiles), count = found.y * p.group;
+      const Request request = {more.x, found.x, found.y, 0, found.z};
+      Rows rows;
+      DecodeState<V> state;
+      rows.fetch(p, d, request, head, 0, count);
+      rows.prepare(p, d, request, head, 0, count);
+      rows.kv_begin = max(rows.kv_begin, found.w);
+      rows.free_begin = max(rows.free_begin, found.w);
+#pragma unroll
+      for (int j = 0; j < kRowTiles; ++j) rows.slope[j][0] = rows.slope[j][1] = 0.f;  // no registers
+      state.clear();
+      const bool whole = at == first && stop == first + tiles;
+#pragma unroll 1
+      for (; at < stop; ++at) {
+        const int key = found.w + (at - first) * kKeys;
+        mbarrier_wait(barrier + stage * 8, parity);
+        const u32 tile = ring + stage * kStageBytes;
+        if (rows.all_see(key, kKeys)) {
+          Products::template take_tile<false>(tile, key, rows, state);
+        } else {
+          Products::template take_tile<true>(tile, key, rows, state);
+        }
+        __syncwarp();
+        ask(stage);
+        if (++stage == kStages) stage = 0, parity ^= 1;
+      }
+      finish(state, request, head, count, whole && more.y == 0);
+    }
+  }
+
+  __device__ __forceinline__ void finish(const DecodeState<V> &state, const Request &request,
+                                         int head, int rows, bool final) const {
+    const int g = lane / 4, q = lane % 4;
+    const i64 partial = own_partial_row(p, d, s, index, head, worker);
+#pragma unroll
+    for (int j = 0; j < kRowTiles; ++j) {
+#pragma unroll
+      for (int x = 0; x < 2; ++x) {
+        float sum = state.sum[j][x];
+#pragma unroll
+        for (int mask = 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(kAll, sum, mask);
+        const int row = 8 * j + 2 * q + x;
+        if (row >= rows) continue;
+        float norm = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+        if (!final) {
+          float *const to = s.partial_out + (partial + row) * kD;
+#pragma unroll
+          for (int n = 0; n < kSteps; ++n) {
+            to[n * 16 + g] = state.acc[n][j][x] * norm;
+            to[n * 16 + g + 8] = state.acc[n][j][x + 2] * norm;
+          }
+          if (g == 0) s.partial_state[partial + row] = make_float2(state.top[j][x], sum);
+          continue;
+        }
+        const int in_request = token_of(d, row), of = head * p.group + row - in_request * p.group;
+        const i64 token = static_cast<i64>(request.q_begin) + in_request;
+        float lse = lse_of(state.top[j][x], sum);
+        if (p.sink) {
+          const float2 both = with_sink(lse, load_sink(p, of));
+          norm *= both.x, lse = both.y;
+        }
+        u16 *const to = reinterpret_cast<u16 *>(p.out + token * p.out_token_stride +
+                                                of * p.out_head_stride);
+#pragma unroll
+        for (int n = 0; n < kSteps; ++n) {
+          const u32 pair = pack_pair<V::kCompute>(state.acc[n][j][x] * norm,
+                                                  state.acc[n][j][x + 2] * norm);
+          if (n * 16 + g < p.head_dim_v) to[n * 16 + g] = static_cast<u16>(pair);
+          if (n * 16 + g + 8 < p.head_dim_v) to[n * 16 + g + 8] = static_cast<u16>(pair >> 16);
+        }
+        if (g == 0) store_lse(p, token, of, lse);
+      }
+    }
+  }
+};

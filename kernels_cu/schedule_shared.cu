@@ -1,0 +1,245 @@
+// Which keys of a batch are shared, by whom, and who takes what: the tables that
+// attention_shared_sm90.cu finds its work by. A thread a request; every CTA adds the whole batch up,
+// and they write different parts.
+
+#include "core/variant.cuh"
+#include "core/attention_params.cuh"
+#include "block/shared_work.cuh"
+
+static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
+static_assert(SharedScheduleVariant::kSharedBytes == sizeof(SharedParams),
+              "SharedParams differs from the host's layout");
+
+namespace {
+constexpr int kMostRequests = 1024, kWarps = kMostRequests / 32;
+
+// Sums of kCount numbers before each thread, and of all threads. Barriers inside.
+template <int kCount>
+__device__ __forceinline__ void sums(const i32 (&value)[kCount], i32 (&before)[kCount],
+                                     i32 (&all)[kCount], i32 (*scratch)[kWarps]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    i32 upto = value[n];
+#pragma unroll
+    for (int step = 1; step < 32; step *= 2) {
+      const i32 other = __shfl_up_sync(0xffffffffu, upto, step);
+      if (lane >= step) upto += other;
+    }
+    if (lane == 31) scratch[n][warp] = upto;
+    before[n] = upto - value[n];
+  }
+  __syncthreads();
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) {
+    i32 sum = lane < warps ? scratch[n][lane] : 0;
+    const i32 mine = __reduce_add_sync(0xffffffffu, lane < warp ? sum : 0);
+    before[n] += mine;
+    all[n] = __reduce_add_sync(0xffffffffu, sum);
+  }
+  __syncthreads();
+}
+
+// The value that all threads have which have one (x; 0 if they differ), and the largest (y).
+__device__ __forceinline__ int2 common_value(i32 least, i32 most, i32 *scratch) {
+  if (threadIdx.x == 0) scratch[0] = 0x7fffffff, scratch[1] = 0;
+  __syncthreads();
+  least = __reduce_min_sync(0xffffffffu, least), most = __reduce_max_sync(0xffffffffu, most);
+  if (threadIdx.x % 32 == 0) atomicMin(&scratch[0], least), atomicMax(&scratch[1], most);
+  __syncthreads();
+  return make_int2(scratch[0] == scratch[1] ? scratch[0] : 0, scratch[1]);
+}
+
+// The last of `count` that begins at or before `target`.
+__device__ __forceinline__ int last_before(const i32 *line, int count, int target) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) >> 1;
+    if (line[middle] <= target) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+struct Member {
+  u16 q_len, depth;
+  u16 own, own_index;  // whether it has own keys; of those that do
+};
+
+__device__ __forceinline__ int2 node_of(const SharedParams &s, int batch, int level, int place) {
+  return s.tree ? s.tree[level * batch + place]
+                : make_int2(place ? -place : batch, s.common_keys);
+}
+}  // namespace
+
+extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
+    const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
+    const __grid_constant__ SharedParams s) {
+  constexpr int kLevels = kMostLevels;
+  __shared__ i32 scratch[2 * kLevels][kWarps], extremes[4];
+  __shared__ u16 tokens_before[kLevels][kMostRequests + 1];
+  __shared__ i32 own_line[kMostRequests + 1], group_line[kLevels * kMostRequests + 1];
+  __shared__ u16 group_at[kLevels][kMostRequests];  // index of the group that begins at a place
+  __shared__ Member place_of[kMostRequests];
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  const int i = threadIdx.x, batch = p.batch, heads = p.heads_kv;
+  const bool inside = i < batch, writes = blockIdx.x == 0;
+  const int request = inside && s.order ? s.order[i] : i;
+  int2 node[kLevels];
+#pragma unroll
+  for (int l = 0; l < kLevels; ++l) {
+    node[l] = make_int2(0, 0);
+    if (!inside || l >= s.levels) continue;
+    node[l] = node_of(s, batch, l, i);
+  }
+  int q_begin = 0, q_len = 0, kv_len = 0;
+  if (inside) {
+    q_begin = p.cu_seqlens_q[request];
+    q_len = p.cu_seqlens_q[request + 1] - q_begin;
+    kv_len = p.seqused_k[request] + s.added_keys;
+  }
+  // Keys that all of its rows see.
+  const int seen =
+      p.window_right < 0 ? kv_len : min(kv_len, kv_len - q_len + p.window_right + 1);
+  int depth = 0, own_key = 0;
+#pragma unroll
+  for (int l = 0; l < kLevels; ++l) {
+    if (depth == l && node[l].x && q_len > 0 && node[l].y > own_key && node[l].y <= seen) {
+      depth = l + 1, own_key = node[l].y;
+    }
+  }
+  const int tiles =
+      q_len > 0 && kv_len > own_key ? ((kv_len - own_key - 1) >> d.tile_shift) + 1 : 0;
+  i32 value[2 + kLevels] = {tiles * heads, tiles > 0}, before[2 + kLevels], all[2 + kLevels];
+#pragma unroll
+  for (int l = 0; l < kLevels; ++l) value[2 + l] = l < depth ? q_len : 0;
+  sums(value, before, all, scratch);
+  const int2 own_segment = common_value(tiles ? tiles : 0x7fffffff, tiles, extremes);
+#pragma unroll
+  for (int l = 0; l < kLevels; ++l) {
+    tokens_before[l][i] = before[2 + l];
+    if (i == 0) tokens_before[l][blockDim.x] = all[2 + l];
+  }
+  const int own_index = before[1], owners = all[1];
+  if (inside) place_of[i] = {u16(q_len), u16(depth), u16(tiles > 0), u16(own_index)};
+  if (tiles) own_line[own_index] = before[0];
+  if (i == 0) own_line[owners] = all[0];
+  __syncthreads();
+
+  i32 work[2 * kLevels], work_before[2 * kLevels], work_all[2 * kLevels];
+  i32 least = 0x7fffffff, most = 0;
+  int4 group[kLevels];
+#pragma unroll
+  for (int l = 0; l < kLevels; ++l) {
+    const int members = node[l].x, first = tokens_before[l][i];
+    const int count = members > 0 ? tokens_before[l][min(i + members, batch)] - first : 0;
+    const int begin = l ? node[l ? l - 1 : 0].y : 0;
+    const int row_tokens = 2 * half_tokens(p);
+    const int blocks = (node[l].y - begin + kShareKeys - 1) / kShareKeys;
+    work[l] = count > 0 ? (count + row_tokens - 1) / row_tokens * heads * blocks : 0;
+    work[kLevels + l] = work[l] > 0;
+    group[l] = make_int4(begin, node[l].y, l * p.total_q + first, count);
+    if (work[l]) least = min(least, blocks), most = max(most, blocks);
+  }
+  sums(work, work_before, work_all, scratch);
+  const int2 segment = common_value(least, most, extremes + 2);
+  i32 line = 0, index = 0;
+#pragma unroll
+  for (int l = 0; l < kLevels; ++l) {
+    if (work[l]) {
+      const int at = index + work_before[kLevels + l];
+      group_line[at] = line + work_before[l], group_at[l][i] = at;
+    }
+    line += work_all[l], index += work_all[kLevels + l];
+  }
+  if (i == 0) group_line[index] = line;
+  __syncthreads();
+
+  if (writes) {
+    if (tiles) {
+      s.own_line[own_index] = before[0];
+      s.own[2 * own_index] = make_int4(q_begin, q_len, kv_len, own_key);
+      s.own[2 * own_index + 1] = make_int4(request, depth, 0, 0);
+    }
+#pragma unroll
+    for (int l = 0; l < kLevels; ++l) {
+      if (work[l]) {
+        const int at = group_at[l][i];
+        s.group_line[at] = group_line[at], s.groups[2 * at] = group[l];
+      }
+      if (l >= depth) continue;
+      // Of the members that are left the first one's row of the block table is used.
+      const int first = i + min(0, node[l].x);
+      if (tokens_before[l][first] == before[2 + l]) {
+        s.groups[2 * group_at[l][first] + 1] = make_int4(request, 0, 0, 0);
+      }
+      for (int n = 0; n < q_len; ++n) s.tokens[l * p.total_q + before[2 + l] + n] = q_begin + n;
+    }
+    if (i == 0) {
+      s.own_line[owners] = all[0], s.group_line[index] = line;
+      *s.arrivals = 0;
+    }
+  }
+
+  const Deal own(all[0], own_segment.x, own_segment.y, s.ctas * kOwnWarps, kFewestTiles,
+                 d.most_pieces);
+  const Deal shared(line, segment.x, segment.y, s.ctas, kFewestBlocks, d.most_pieces);
+  const int thread = blockIdx.x * blockDim.x + i, threads = gridDim.x * blockDim.x;
+  for (int n = thread; n < s.ctas * (kOwnWarps + 1); n += threads) {
+    const bool single = n < s.ctas * kOwnWarps;
+    const int c = single ? n : n - s.ctas * kOwnWarps;
+    const KeyRange span = single ? own.span(c) : shared.span(c);
+    const int from = span.begin >= span.end ? 0
+                     : single               ? last_before(own_line, owners, span.begin)
+                                            : last_before(group_line, index, span.begin);
+    (single ? s.own_starts : s.group_starts)[c] = make_int4(span.begin, span.end, from, 0);
+  }
+#pragma unroll 1
+  for (int n = thread; n < batch * s.most_tokens * heads; n += threads) {
+    const int row = n / heads, head = n - row * heads;
+    const int place = row / s.most_tokens, in_request = row - place * s.most_tokens;
+    const Member member = place_of[place];
+    MergeUnit unit = {};
+    unit.total = -1;
+    if (in_request < member.q_len) {
+      const int at = s.order ? s.order[place] : place;
+      unit.token = p.cu_seqlens_q[at] + in_request, unit.total = 0;
+      if (member.own) {
+        const int begin = own_line[member.own_index];
+        const int each = (own_line[member.own_index + 1] - begin) / heads;
+        const int2 found = own.owners(begin + head * each, begin + (head + 1) * each);
+        unit.first[kLevels] = own_partial_row(p, d, s, member.own_index, head, found.x) +
+                              in_request * p.group;
+        unit.total = unit.count[kLevels] = found.y;
+      }
+#pragma unroll
+      for (int l = 0; l < kLevels; ++l) {
+        if (l >= member.depth) break;
+        const int leader = place + (s.tree ? min(0, s.tree[l * batch + place].x) : -place);
+        const int which = group_at[l][leader];
+        const int2 keys = node_of(s, batch, l, leader);
+        const int begin = l ? node_of(s, batch, l - 1, leader).y : 0;
+        const int blocks = (keys.y - begin + kShareKeys - 1) / kShareKeys;
+        const int before = tokens_before[l][leader];
+        const int count = tokens_before[l][min(leader + keys.x, batch)] - before;
+        const int token = l * p.total_q + tokens_before[l][place] + in_request;
+        const int block = (token - l * p.total_q - before) / (2 * half_tokens(p));
+        const RowBlock taken(p, l * p.total_q + before, count, block);
+        const int first = group_line[which] + (block * heads + head) * blocks;
+        const int2 found = shared.owners(first, first + blocks);
+        unit.first[l] =
+            taken.partial_row(p, head, found.x) + (token - taken.first) * p.group;
+        unit.half[l] = taken.halves ? taken.count * p.group : 0;
+        unit.count[l] = found.y << (taken.halves ? 1 : 0);
+        unit.total += unit.count[l];
+      }
+      // Its only part is the result, and is there already.
+      if (member.depth == 0 && unit.total == 1) unit.total = -1;
+    }
+    s.units[n] = unit;
+  }
+}
