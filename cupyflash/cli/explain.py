@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import cupyflash
 from cupyflash.runtime.device import DeviceInfo, use_device
 
 from .call_options import GPUS, add_call_options, call_arguments, gpu_of
+from .recorded_call import record
 from .terminal import CommandError
 
 __all__ = ["add", "run"]
@@ -40,7 +42,18 @@ def run(options: argparse.Namespace) -> int:
     arguments = call_arguments(options)
     with nullcontext() if info is None else use_device(_Planned(info)):  # type: ignore[arg-type]
         try:
-            print(cupyflash.explain(**arguments))
+            found = cupyflash.explain(**arguments)
         except TypeError as error:  # a type that cannot be
             raise CommandError(str(error)) from error
+    if info is None:
+        print(found)
+        return 0
+    plans = tuple(launch.plan for launch in record(info, arguments).launches)
+    nbytes = max((plan.workspace_bytes for plan in plans), default=0)
+    print(replace(found, plans=plans, workspace_bytes=nbytes))
+    kernels = len({plan.variant for plan in found.plans})
+    print(
+        f"bounds       other calls within them may take {kernels} kernels and "
+        f"{found.workspace_bytes} bytes of workspace"
+    )
     return 0
