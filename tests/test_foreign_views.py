@@ -182,6 +182,17 @@ def test_what_the_quick_way_is_not_for(ordered, monkeypatch):
     assert asked == list(given)
 
 
+def test_a_library_that_does_not_say_its_stream_is_asked_the_slow_way(ordered, monkeypatch):
+    def unknown(self, ordinal):
+        raise LookupError
+
+    asked = []
+    monkeypatch.setattr(foreign_views._Exchange, "working_on", unknown)
+    monkeypatch.setattr(foreign_views, "adopt", lambda value, name, _: asked.append(name))
+    gpu_views([Tensor(np.zeros(3, np.float16))] * 2, ("q", "k"), None)
+    assert asked == ["q", "k"]
+
+
 def test_arrays_on_the_host_are_left_alone(ordered):
     array = np.zeros(3, np.float16)
     assert gpu_views((array, None, 1.0, "text", Tensor(array, device=1)), "abcde", None) is None

@@ -69,13 +69,12 @@ class Consumer:
             self._ordered = set()
         elif who in self._ordered:
             return
-        self._ordered.add(who)
         device, stream = self.on(ordinal)
-        if stream == NO_WAIT:
-            return
-        other = producer(ordinal) or 1
-        if other != stream:
-            device.order(other, stream)
+        if stream != NO_WAIT:
+            other = producer(ordinal) or 1
+            if other != stream:
+                device.order(other, stream)
+        self._ordered.add(who)
 
     def on(self, ordinal: int) -> tuple[CuPyDevice, int]:
         """A device, and its stream as DLPack numbers streams; `NO_WAIT` while it is captured."""

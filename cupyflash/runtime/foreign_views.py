@@ -138,14 +138,17 @@ class _Exchange:
             layout = numbers.unpack(counts), numbers.unpack(steps)
             found = _keep(key, dtype, layout[0], [n * dtype.itemsize for n in layout[1]], ordinal)
         if found is not None:
-            consumer.after(self.working_on, ordinal)
+            try:
+                consumer.after(self.working_on, ordinal)
+            except LookupError:  # `__dlpack__` orders by itself
+                return None
         return found
 
     def working_on(self, ordinal: int) -> int:
         """The handle of the stream that the library queues work on."""
         raw = create_string_buffer(8)
         if self._working_on(_CUDA, ordinal, raw):
-            raise RuntimeError("the library does not say which stream it works on")
+            raise LookupError("the library does not say which stream it works on")
         return int.from_bytes(raw.raw, "little")
 
 
