@@ -57,13 +57,16 @@ class Planted:
     def device(self) -> EmulatedDevice:
         return _Changed(self)
 
+    def attend(self) -> None:
+        self.case.make().check(flash_attn_varlen_func, fa_version=self.version)
+
     def caught(self, device: EmulatedDevice, seed: int) -> str | None:
         """What gave the bug away, if anything did; the device keeps its compiled kernels."""
         device.seed = seed
         try:
             with use_device(device):
                 for _ in range(self.calls):
-                    self.case.make().check(flash_attn_varlen_func, fa_version=self.version)
+                    self.attend()
         except EmulatorError as e:
             found = str(e)
         except AssertionError as e:

@@ -1,0 +1,80 @@
+"""The kernels of shared prefixes on a GPU: random trees, many requests, captured graphs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefixes import SHARED, cascade, make_shared, once, shared_cases
+from test_emul_attention import bits
+
+from cupyflash.fa_version import is_fa_version_supported
+from cupyflash.prefix_tree import prefix_tree
+from cupyflash.testing import expect_attention
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if not is_fa_version_supported(3):
+        pytest.skip("version 3 needs compute capability 9.0")
+
+
+@settings(max_examples=200)
+@given(drawn=shared_cases(most_requests=40), most=st.sampled_from([0, 0, 2, 5]))
+@pytest.mark.parametrize("share", range(6))
+def test_any_tree_is_attention(drawn, most, share):
+    import cupy
+
+    inputs, tree = make_shared(*drawn, cupy)
+    first = inputs.call(once(tree, num_splits=most))
+    inputs.expected().check(*first)
+    assert bits(inputs.call(once(tree, num_splits=most))) == bits(first)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("requests", [3, 70, 300])
+@pytest.mark.parametrize("prefix", [16, 1008, 4096])
+def test_many_requests(head_dim, requests, prefix):
+    import cupy
+
+    rng = np.random.default_rng(requests)
+    lengths = tuple((1, prefix + int(n)) for n in rng.integers(0, 40, requests))
+    case = SHARED.replace(lengths=lengths, head_dim=head_dim, num_heads_kv=1)
+    everyone = list(range(requests))
+    groups = [(everyone, prefix), (everyone[::2], prefix + 16)]
+    groups[1:] = [(r, k) for r, k in groups[1:] if all(case.kv_lens[i] >= k for i in r)]
+    cascade(*make_shared(case, groups, cupy))
+
+
+def test_a_graph_follows_the_tree_and_the_lengths():
+    import cupy
+
+    case = SHARED.replace(lengths=((1, 300),) * 8)
+    everyone = list(range(8))
+    buffer = cupy.zeros((2 * 2 + 1) * 8, np.int32)
+    inputs, _ = make_shared(case, [], cupy)
+    tree = prefix_tree([], 8, levels=2, out=buffer)
+    cascade(inputs, tree)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        cascade(inputs, tree)
+        stream.synchronize()
+        stream.begin_capture()
+        call = once(tree)
+        call(**inputs.args, out=inputs.placed["out"].view, lse=None)
+        graph = stream.end_capture()
+    table, used = inputs.args["block_table"], inputs.args["seqused_k"]
+    for groups, shorter in (
+        ([(everyone, 128)], 0), ([(everyone, 64), (everyone[1::2], 192)], 30), ([], 200),
+    ):  # fmt: skip
+        for members, keys in groups:
+            table[cupy.asarray(members), : keys // 16] = table[members[0], : keys // 16]
+        prefix_tree(groups, 8, levels=2, out=buffer)
+        used[...] = 301 - shorter
+        graph.launch(cupy.cuda.Stream.null)
+        cupy.cuda.Device().synchronize()
+
+        expect_attention(**inputs.args).check(inputs.placed["out"].view)
