@@ -35,14 +35,17 @@ def test_floor(name, microseconds):
 
 def test_names_are_unique():
     names = [case.name for case in bench_cases()]
-    assert len(names) == len(set(names)) == 73
+    assert len(names) == len(set(names)) == 74
 
 
 def test_filter_takes_parts():
     assert {c.name.split("/")[0] for c in bench_cases("merge,write")} == {"merge", "write"}
 
 
-@pytest.mark.parametrize("case", bench_cases("shared-prefix"), ids=lambda c: c.name)
+SHARED = [case for case in bench_cases("shared-prefix") if case.prefix_levels]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda c: c.name)
 def test_shared_pages_are_shared_and_no_others(case):
     table, used = _block_table(case, case.page_size, np.random.default_rng(0))
     columns = -(-np.asarray(case.k_lens) // case.page_size)
@@ -52,6 +55,13 @@ def test_shared_pages_are_shared_and_no_others(case):
     tokens, sharers = case.prefix_levels[0]
     first = table[:, : tokens // case.page_size].reshape(-1, sharers, tokens // case.page_size)
     assert (first == first[:, :1]).all()
+
+
+def test_groups_of_levels():
+    groups = _case("shared-prefix/b128/p2048+p1024+s256").prefix_groups
+    assert groups[0] == (range(128), 2048)
+    assert groups[1:3] == [(range(16), 3072), (range(16, 32), 3072)]
+    assert len(groups) == 9
 
 
 def test_three_levels_count_each_group_once():

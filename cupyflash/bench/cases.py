@@ -67,6 +67,16 @@ class BenchCase:
         return self.total_k - saved
 
     @property
+    def prefix_groups(self) -> list[tuple[range, int]]:
+        """Requests of each group, and how many tokens they share from the beginning on."""
+        found, keys = [], 0
+        for tokens, sharers in self.prefix_levels:
+            keys += tokens
+            starts = range(0, len(self.k_lens), sharers)
+            found += [(range(i, min(i + sharers, len(self.k_lens))), keys) for i in starts]
+        return found
+
+    @property
     def pairs(self) -> int:
         """Query-key pairs that the mask keeps, over all requests, for one head."""
         return sum(_pairs(q, k, self.causal, self.window) for q, k in self._requests())
@@ -239,6 +249,7 @@ def _shared() -> list[BenchCase]:
             prefix_levels=tree,
         )
     )
+    found.append(BenchCase("shared-prefix/b64/p0+s256", q_lens=(1,) * 64, k_lens=(256,) * 64))
     return found
 
 

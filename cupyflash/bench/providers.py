@@ -28,6 +28,8 @@ def cupyflash(inputs: BenchInputs) -> Callable[[], Any]:
         )
     if case.kind == "mla":
         return _latent(inputs, cf)
+    if case.prefix_levels:
+        return _shared(inputs, cf)
     return _attention(inputs, cf)
 
 
@@ -47,6 +49,20 @@ def _latent(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
         causal=case.causal,
         out=inputs.out,
     )
+
+
+def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
+    """Every shared key read once; who takes what is found by every call anew, on the device."""
+    import cupy as cp
+
+    case = inputs.case
+    host = cf.prefix_tree(case.prefix_groups, inputs.batch)
+    tree = cf.PrefixTree(host.batch, host.levels, cp.asarray(host.buffer))
+    return lambda: cf.cascade_attention(
+        inputs.out, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q, None,
+        None, inputs.seqused_k, inputs.max_seqlen_k, inputs.softmax_scale, None, case.window,
+        case.softcap, inputs.block_table, 0, 0, None, prefix_tree=tree,
+    )  # fmt: skip
 
 
 def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
