@@ -100,7 +100,7 @@ def ordered(monkeypatch):
     device = SimpleNamespace(order=lambda first, then: found.append((first, then)))
     stream = SimpleNamespace(handle=5)
     monkeypatch.setattr(Consumer, "on", lambda self, ordinal: (device, stream.handle))
-    monkeypatch.setattr(foreign_views, "_one_gpu", lambda: True)
+    monkeypatch.setattr(foreign_views, "one_gpu", lambda: True)
     monkeypatch.setattr(foreign_views, "_views", {})
     found_stream = SimpleNamespace(orders=found, stream=stream)
     return found_stream

@@ -19,7 +19,6 @@ from ctypes import (
     pythonapi,
     string_at,
 )  # fmt: skip
-from functools import cache
 from struct import Struct
 from typing import Any
 
@@ -28,6 +27,7 @@ import numpy as np
 
 from .cupy_import import load_cupy
 from .foreign import Consumer, adopt
+from .gpu_key import one_gpu
 
 __all__ = ["gpu_views"]
 
@@ -171,7 +171,7 @@ def _by_interface(value: Any, consumer: Consumer) -> Any:
     interface = value.__cuda_array_interface__
     (data, read_only), strides = interface["data"], interface.get("strides")
     shape, kind, producer = interface["shape"], interface["typestr"], interface.get("stream")
-    if read_only or not data or kind not in _KINDS or interface.get("mask") or not _one_gpu():
+    if read_only or not data or kind not in _KINDS or interface.get("mask") or not one_gpu():
         return None
     key = (data, shape, kind, strides)
     found = _views.get(key)
@@ -190,12 +190,6 @@ def _dense(shape: Sequence[int], itemsize: int) -> list[int]:
     for count in shape[:0:-1]:
         strides.insert(0, strides[0] * count)
     return strides
-
-
-@cache
-def _one_gpu() -> bool:
-    """Whether an address says which one it is on: freed memory of one may come back on another."""
-    return bool(load_cupy().cuda.runtime.getDeviceCount() == 1)
 
 
 def _keep(

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from .cupy_import import load_cupy
 from .device import Device
 
-__all__ = ["Known", "gpu_key"]
+__all__ = ["Known", "gpu_key", "one_gpu"]
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def gpu_key(given: Sequence[Any], options: Any) -> Any:
             else _dense(a) if a._c_contiguous else _strided(a)
             for a in given
         ]  # fmt: skip
-        if not _one_gpu():
+        if not one_gpu():
             seen += [a if a is None or type(a) is float else a.data.device_id for a in given]
     except AttributeError:
         return None
@@ -45,8 +45,8 @@ def gpu_key(given: Sequence[Any], options: Any) -> Any:
 
 
 @cache
-def _one_gpu() -> bool:
-    """Whether all arrays are on the same one."""
+def one_gpu() -> bool:
+    """Whether all arrays are on the same one, so that an address says which."""
     runtime = load_cupy().cuda.runtime
     try:
         return bool(runtime.getDeviceCount() == 1)
