@@ -213,7 +213,6 @@ def test_latent_models_get_this_backend(capability):
     ("changes", "words"),
     [
         ({"use_mla": False}, "use_mla is not set"),
-        ({"use_dcp": True}, "context parallelism"),
         ({"has_sink": True}, "no sinks"),
         ({"has_sliding_window": True}, "no sliding window"),
         ({"use_alibi": True}, "no ALiBi"),
@@ -264,9 +263,6 @@ def test_options_that_there_are_not():
         MLABackend.get_kv_cache_shape(1, 16, 2, 576)
     with pytest.raises(ValueError, match=r"block_size=24 .* nearest is 32"):
         MLABackend.get_kv_cache_shape(1, 24, 1, 576)
-    ranks = BackendConfig(max_num_seqs=1, layers={"a": layer.impl}, dcp_world_size=2)
-    with pytest.raises(NotImplementedError, match="dcp_world_size=2: ranks would hold"):
-        MLAMetadataBuilder(layer.builder.kv_cache_spec, ["a"], ranks)
     layer.impl.need_to_return_lse_for_decode = True
     with pytest.raises(NotImplementedError, match="need_to_return_lse_for_decode"):
         layer.impl.forward(None, None, None, None, None, None, out)

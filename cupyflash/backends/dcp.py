@@ -9,20 +9,18 @@ import numpy as np
 from cupyflash.backend import CommonAttentionMetadata, KVCacheSpec
 from cupyflash.distributed.sharding import Sharding
 
-from .flash_attn_metadata import FlashAttentionMetadata
-from .layer_group import LayerGroup
-
-__all__ = ["check_ranks_agree", "local_contexts"]
+__all__ = ["check_has_group", "check_ranks_agree", "local_contexts"]
 
 
 def check_ranks_agree(
-    dcp_group: Any,
-    spec: KVCacheSpec,
-    layers: LayerGroup,
-    step: FlashAttentionMetadata,
-    common: CommonAttentionMetadata,
+    dcp_group: Any, spec: KVCacheSpec, layers: tuple[Any, ...], common: CommonAttentionMetadata
 ) -> None:
     """Return if all ranks have the same step, types and sizes.
+
+    Parameters
+    ----------
+    layers : tuple
+        What else must be alike; compared by its text.
 
     Raises
     ------
@@ -31,15 +29,28 @@ def check_ranks_agree(
     """
     seen = (
         *(spec.num_kv_heads, spec.head_size, str(np.dtype(spec.storage_type.numpy))),
-        *(spec.kv_cache_dtype, spec.block_size, layers.num_heads_q, layers.has_softcap),
-        *(step.num_actual_tokens, step.max_query_len, step.max_seq_len, step.max_num_splits),
-        *(step.causal, step.batch_invariant),
+        *(spec.kv_cache_dtype, spec.block_size, *layers),
+        *(common.num_actual_tokens, common.max_query_len, common.max_seq_len),
     )
     state = repr(seen).encode() + b"".join(
         np.ascontiguousarray(common.on_host(name), np.int32).tobytes() + b";"
         for name in ("query_start_loc", "seq_lens")
     )
     dcp_group.agree("the step", state)
+
+
+def check_has_group(dcp_group: Any) -> None:
+    """Return if there is a communicator.
+
+    Raises
+    ------
+    ValueError
+    """
+    if dcp_group is None:
+        raise ValueError(
+            "dcp_world_size > 1 without a dcp_group: give BackendConfig the communicator of "
+            "its ranks, or use dcp_world_size=1"
+        )
 
 
 def local_contexts(

@@ -280,7 +280,9 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
     ) -> FlashAttentionMetadata:
         group, captured = self.config.dcp_group, self._in_graph(step.num_actual_tokens)
         if group is not None:
-            check_ranks_agree(group, self.kv_cache_spec, self.group, step, common)
+            layers = self.group.num_heads_q, self.group.has_softcap, step.max_num_splits
+            alike = (*layers, step.causal, step.batch_invariant)
+            check_ranks_agree(group, self.kv_cache_spec, alike, common)
         local, longest = local_contexts(self._sharding, self.config.dcp_rank, common, captured)
         found = replace(
             step,

@@ -13,6 +13,7 @@ from cupyflash.kv_cache import reshape_and_cache_flash
 from cupyflash.runtime.arrays import array_module
 from cupyflash.runtime.dtypes import parse_fp8
 
+from .dcp import check_has_group
 from .descales import descale_arguments
 from .flash_attn_metadata import FlashAttentionMetadata
 from .flash_attn_passes import forward_cascade, forward_dcp, forward_encoder
@@ -183,11 +184,8 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         """Refuse arrays that are not where this backend computes; here the arrays decide."""
 
     def _refuse(self, metadata: FlashAttentionMetadata) -> None:
-        if metadata.dcp_context_kv_lens is not None and metadata.dcp_group is None:
-            raise ValueError(
-                "dcp_world_size > 1 without a dcp_group: give BackendConfig the communicator of "
-                "its ranks, or use dcp_world_size=1"
-            )
+        if metadata.dcp_context_kv_lens is not None:
+            check_has_group(metadata.dcp_group)
         if metadata.use_cascade and self.need_to_return_lse_for_decode:
             raise NotImplementedError(
                 "a shared prefix returns no LSE; build with common_prefix_len=0"

@@ -26,7 +26,6 @@ _MISSING = {
     "has_sliding_window": "latent attention has no sliding window",
     "use_alibi": "latent attention has no ALiBi",
     "use_per_head_quant_scales": "a latent cache has no heads to scale",
-    "use_dcp": "decode context parallelism of a latent cache is not available yet",
     "use_sparse": "there is no sparse attention",
     "use_mm_prefix": "bidirectional ranges in a causal mask are not available",
     "use_rswa": "there is no reference sliding window",

@@ -15,8 +15,11 @@ from cupyflash.backend import (
     CommonAttentionMetadata,
     KVCacheSpec,
 )
+from cupyflash.distributed.sharding import Sharding
 
-from .mla_metadata import MLAContext, MLADecode, MLAMetadata, MLAPrefill
+from .dcp import check_ranks_agree, local_contexts
+from .graph_buffers import GraphBuffers
+from .mla_metadata import MLAContext, MLADecode, MLAMetadata, MLAPrefill, MLARanks
 
 __all__ = ["MLAMetadataBuilder"]
 
@@ -28,7 +31,8 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
 
     The first requests of a step that have at most ``reorder_batch_threshold`` queries are computed
     over the latent cache; from the first longer one on, keys and values are expanded. Engines that
-    put short requests first get the most out of it; any order is right.
+    put short requests first get the most out of it; any order is right. Where contexts are dealt
+    over ranks, a step with a context is computed over the cache whole.
 
     Parameters
     ----------
@@ -39,9 +43,8 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
     Raises
     ------
     ValueError
-        Layers that are not in ``config.layers``; a cache of more than one KV head.
-    NotImplementedError
-        Decode context parallelism.
+        Layers that are not in ``config.layers``; a cache of more than one KV head; an interleave
+        that does not divide a block.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -58,11 +61,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             raise ValueError(
                 f"num_kv_heads={kv_cache_spec.num_kv_heads}: a latent cache has 1, for all heads"
             )
-        if config.dcp_world_size > 1:
-            raise NotImplementedError(
-                f"dcp_world_size={config.dcp_world_size}: ranks would hold every n-th token of the "
-                "latent cache, which its kernels cannot mask yet; use 1"
-            )
+        ranks, every = config.dcp_world_size, config.cp_kv_cache_interleave_size
+        self._sharding = Sharding(ranks, every if ranks > 1 else 1, kv_cache_spec.block_size)
+        self._buffers = GraphBuffers(max(config.max_num_seqs, config.max_cudagraph_capture_size))
 
     def build(
         self,
@@ -104,10 +105,14 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             if longer.any():
                 decodes = int(longer.argmax())
                 tokens = int(starts[decodes])
+        ranks = self._over_ranks(common) if self.config.dcp_world_size > 1 else None
+        if ranks is not None:
+            whole = ranks.max_context_len > 0
+            decodes, tokens = (common.num_reqs, common.num_actual_tokens) if whole else (0, 0)
         return MLAMetadata(
             num_actual_tokens=common.num_actual_tokens,
             slot_mapping=common.slot_mapping,
-            decode=self._decode(common, decodes, tokens) if decodes else None,
+            decode=self._decode(common, decodes, tokens, ranks) if decodes else None,
             prefill=self._prefill(common, decodes) if decodes < common.num_reqs else None,
             causal=bool(common.causal),
             batch_invariant=self.config.batch_invariant,
@@ -129,7 +134,9 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
                 f"max_query_len={longest}: expanding a context depends on its length, so only "
                 f"requests of at most {self.reorder_batch_threshold} queries can be captured"
             )
-        return self.build(0, common_attn_metadata)
+        found = self.build(0, common_attn_metadata)
+        self._buffers.captured()
+        return found
 
     def update_block_table(
         self, metadata: MLAMetadata, blk_table: Array, slot_mapping: Array
@@ -143,14 +150,35 @@ class MLAMetadataBuilder(AttentionMetadataBuilder[MLAMetadata]):
             prefill = replace(prefill, block_table=blk_table[first:])
         return replace(metadata, decode=decode, prefill=prefill, slot_mapping=slot_mapping)
 
-    def _decode(self, common: CommonAttentionMetadata, count: int, tokens: int) -> MLADecode:
+    def _over_ranks(self, common: CommonAttentionMetadata) -> MLARanks:
+        config, tokens = self.config, common.num_actual_tokens
+        if config.dcp_group is not None:
+            heads = config.layers[self.layer_names[0]].num_heads
+            alike = heads, bool(common.causal), config.batch_invariant
+            check_ranks_agree(config.dcp_group, self.kv_cache_spec, alike, common)
+        captured = config.full_cuda_graphs and tokens <= config.max_cudagraph_capture_size
+        local, longest = local_contexts(self._sharding, config.dcp_rank, common, captured)
+        if captured:
+            local = self._buffers.rows("context_lens", local)
+        return MLARanks(
+            group=config.dcp_group,
+            context_lens=local,
+            max_context_len=longest,
+            combine=config.dcp_combine,
+        )
+
+    def _decode(
+        self, common: CommonAttentionMetadata, count: int, tokens: int, ranks: MLARanks | None
+    ) -> MLADecode:
+        longest = common.max_query_len
         return MLADecode(
             num_tokens=tokens,
             query_start_loc=common.query_start_loc[: count + 1],
             seq_lens=common.seq_lens[:count],
             block_table=common.block_table_tensor[:count],
-            max_query_len=min(common.max_query_len, self.reorder_batch_threshold),
+            max_query_len=longest if ranks else min(longest, self.reorder_batch_threshold),
             max_seq_len=common.max_seq_len,
+            ranks=ranks,
         )
 
     def _prefill(self, common: CommonAttentionMetadata, first: int) -> MLAPrefill:

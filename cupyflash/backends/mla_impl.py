@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from cupyflash.backend import AttentionImpl, AttentionLayer
-from cupyflash.latent_cache import concat_and_cache_mla, gather_latent_cache
+from cupyflash.distributed.attention import context_parallel_attention
+from cupyflash.latent_cache import concat_and_cache_mla, gather_latent_cache, split_latent_cache
 from cupyflash.mla import ContextChunk, mla_decode, mla_prefill
 from cupyflash.runtime.arrays import array_module
 
-from .mla_metadata import MLADecode, MLAMetadata, MLAPrefill
+from .dcp import check_has_group
+from .mla_metadata import MLADecode, MLAMetadata, MLAPrefill, MLARanks
 
 __all__ = ["MLAImpl"]
 
@@ -138,8 +140,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
             raise NotImplementedError("output_scale: attention writes 16 bit; quantise its output")
         if self.need_to_return_lse_for_decode:
             raise NotImplementedError(
-                "need_to_return_lse_for_decode: only context parallelism would use it, which "
-                "latent caches do not have yet"
+                "need_to_return_lse_for_decode: states of ranks are merged inside of the layer"
             )
         if attn_metadata is None:
             output[...] = 0
@@ -151,7 +152,9 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         first = 0
         if step.decode is not None:
             first = step.decode.num_tokens
-            self._decode(query[:first], kv_cache, step, step.decode, heads[:first])
+            rope = value.reshape(value.shape[0], self.qk_rope_head_dim)
+            new = key[:first], rope[:first]
+            self._decode(query[:first], new, kv_cache, step, step.decode, heads[:first])
         if step.prefill is not None:
             rows = slice(first, step.num_actual_tokens)
             rope = value.reshape(value.shape[0], self.qk_rope_head_dim)
@@ -173,14 +176,30 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         concat_and_cache_mla(key, value, kv_cache, slot_mapping, self.kv_cache_dtype, 1.0)
 
     def _decode(
-        self, query: Array, kv_cache: Array, step: MLAMetadata, decode: MLADecode, output: Array
+        self,
+        query: Array,
+        new: tuple[Array, Array],
+        kv_cache: Array,
+        step: MLAMetadata,
+        decode: MLADecode,
+        output: Array,
     ) -> None:
         """Absorbed: queries go to the space of the latent, results come back from it."""
         q_nope, q_pe = query[..., : self.qk_nope_head_dim], query[..., self.qk_nope_head_dim :]
         q_latent = self._matmul(q_nope.transpose(1, 0, 2), self._absorb_keys)
-        found = mla_decode(
-            q_latent.transpose(1, 0, 2),
-            q_pe,
+        absorbed = q_latent.transpose(1, 0, 2), q_pe
+        if decode.ranks is None:
+            found = self._over_cache(absorbed, kv_cache, step, decode)
+        else:
+            found = self._over_ranks(absorbed, new, kv_cache, step, decode, decode.ranks)
+        values = self._matmul(found.transpose(1, 0, 2), self._absorb_values)
+        output[...] = values.transpose(1, 0, 2)
+
+    def _over_cache(
+        self, absorbed: tuple[Array, Array], kv_cache: Array, step: MLAMetadata, decode: MLADecode
+    ) -> Array:
+        return mla_decode(
+            *absorbed,
             kv_cache,
             decode.block_table,
             decode.seq_lens,
@@ -191,8 +210,39 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
             causal=step.causal,
             batch_invariant=step.batch_invariant,
         )
-        values = self._matmul(found.transpose(1, 0, 2), self._absorb_values)
-        output[...] = values.transpose(1, 0, 2)
+
+    def _over_ranks(
+        self,
+        absorbed: tuple[Array, Array],
+        new: tuple[Array, Array],
+        kv_cache: Array,
+        step: MLAMetadata,
+        decode: MLADecode,
+        ranks: MLARanks,
+    ) -> Array:
+        """Over contexts on many ranks, and over the new tokens as they were given."""
+        check_has_group(ranks.group)
+        (q_latent, q_pe), (latent, rope) = absorbed, (x[:, None] for x in new)
+        latents, ropes = split_latent_cache(kv_cache, self.kv_lora_rank)
+        return context_parallel_attention(
+            ranks.group,
+            q_pe,
+            rope,
+            latent,
+            ropes,
+            latents,
+            cu_seqlens_q=decode.query_start_loc,
+            max_seqlen_q=decode.max_query_len,
+            context_lens=ranks.context_lens,
+            max_context_len=ranks.max_context_len,
+            block_table=decode.block_table,
+            q_v=q_latent,
+            softmax_scale=self.scale,
+            causal=step.causal,
+            out=array_module(q_latent).zeros(q_latent.shape, q_latent.dtype),
+            batch_invariant=step.batch_invariant,
+            combine=ranks.combine,
+        )[0]
 
     def _prefill(
         self,

@@ -5,9 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["MLAContext", "MLADecode", "MLAMetadata", "MLAPrefill"]
+__all__ = ["MLAContext", "MLADecode", "MLAMetadata", "MLAPrefill", "MLARanks"]
 
 Array = Any  # NumPy or CuPy
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MLARanks:
+    """Contexts that are dealt over ranks; new tokens attend to each other beside them.
+
+    Attributes
+    ----------
+    group : Communicator or None
+    context_lens : array [R], int32
+        Tokens of each context on this rank.
+    max_context_len : int
+        Their bound on any rank.
+    combine : str
+        As `cupyflash.distributed.combine_states`.
+    """
+
+    group: Any
+    context_lens: Array
+    max_context_len: int
+    combine: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +43,8 @@ class MLADecode:
     seq_lens : array [R], int32
     block_table : array [R, max_blocks], int32
     max_query_len, max_seq_len : int
+    ranks : MLARanks or None
+        Where contexts are dealt over ranks.
     """
 
     num_tokens: int
@@ -30,6 +53,7 @@ class MLADecode:
     block_table: Array
     max_query_len: int
     max_seq_len: int
+    ranks: MLARanks | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
