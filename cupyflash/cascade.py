@@ -16,7 +16,7 @@ from .runtime.rules.numbers import non_negative
 from .runtime.rules.operands import check_operand
 from .runtime.rules.score import window
 from .runtime.shared_launch import Sharing
-from .shared_prefix import attend_once, sharing_of_tree
+from .shared_prefix import PrefixSchedule, attend_once, sharing_of_tree
 from .values import check_prefix_is_seen, check_values
 
 __all__ = ["cascade_attention"]
@@ -94,7 +94,8 @@ def cascade_attention(
         ``num_splits`` of every pass.
     fa_version : int or None
     prefix_scheduler_metadata, suffix_scheduler_metadata : SchedulerMetadata, optional
-        Of the two passes. Refused where the prefix cannot be shared.
+        Of the two passes. Refused where the prefix cannot be shared. The first may be a
+        `PrefixSchedule` (or None), which spares the one launch its own.
     q_descale, k_descale, v_descale : array [batch, Hk] or [1], float32, or number, optional
         Shared where it is a number, [1], or has stride 0 over the batch.
     s_aux : array [Hq], optional
@@ -137,6 +138,9 @@ def cascade_attention(
         blocks = _prefix_blocks(key_cache, common_prefix_len, max_kv_len)
     else:
         blocks = _no_prefix(common_prefix_len, prefix_scheduler_metadata)
+    schedule = None
+    if isinstance(prefix_scheduler_metadata, PrefixSchedule):
+        schedule, prefix_scheduler_metadata = prefix_scheduler_metadata, None
     sides = window(None if sliding_window is None else tuple(sliding_window), False)
     names = ("q_descale", "k_descale", "v_descale")
     scales = {
@@ -162,7 +166,7 @@ def cascade_attention(
         "alibi_slopes": alibi_slopes, "s_aux": s_aux, **own, **common,
     }  # fmt: skip
     if prefix_tree is not None:
-        _by_tree(prefix_tree, whole, suffix_kv_lens, suffix_scheduler_metadata)
+        _by_tree(prefix_tree, whole, suffix_kv_lens, suffix_scheduler_metadata, schedule)
         return given
     if alibi_slopes is not None or sides != (-1, -1) or not all(map(_is_shared, scales.values())):
         if prefix_scheduler_metadata is not None or suffix_scheduler_metadata is not None:
@@ -188,13 +192,17 @@ def cascade_attention(
         "scheduler_metadata": suffix_scheduler_metadata, **own, **common,
     }  # fmt: skip
     sharing = Sharing(common_keys=common_prefix_len, added_keys=common_prefix_len)
-    if not _in_one(sharing, {**whole, "seqused_k": suffix_kv_lens}, prefix, suffix):
+    if not _in_one(sharing, {**whole, "seqused_k": suffix_kv_lens}, prefix, suffix, schedule):
         _two_levels(output, prefix, suffix, stream)
     return given
 
 
 def _in_one(
-    sharing: Sharing, whole: dict[str, Any], prefix: dict[str, Any], suffix: dict[str, Any]
+    sharing: Sharing,
+    whole: dict[str, Any],
+    prefix: dict[str, Any],
+    suffix: dict[str, Any],
+    schedule: PrefixSchedule | None,
 ) -> bool:
     """One launch for both levels, where there is a kernel for it; all three by their arguments."""
     call = describe_call(**whole)
@@ -206,11 +214,11 @@ def _in_one(
     if env.check():
         check_values(call)
         check_prefix_is_seen(describe_call(**suffix), sharing.common_keys)
-    return not attend_once(call, sharing, whole["fa_version"], whole["stream"])
+    return not attend_once(call, sharing, whole["fa_version"], whole["stream"], schedule)
 
 
 def _by_tree(
-    tree: PrefixTree, whole: dict[str, Any], lengths: Any, scheduler_metadata: Any
+    tree: PrefixTree, whole: dict[str, Any], lengths: Any, scheduler_metadata: Any, schedule: Any
 ) -> None:
     """Attention to all keys, those of a tree read once where there is a kernel for it."""
     whole = {**whole, "seqused_k": lengths, "scheduler_metadata": scheduler_metadata}
@@ -223,14 +231,15 @@ def _by_tree(
         place(("q", "prefix_tree"), (call.arrays.q, tree.buffer), whole["stream"])
         if env.check():
             check_values(call)
-        if not attend_once(call, sharing_of_tree(tree), whole["fa_version"], whole["stream"]):
+        version, stream = whole["fa_version"], whole["stream"]
+        if not attend_once(call, sharing_of_tree(tree), version, stream, schedule):
             return
     flash_attn_varlen_func(**whole)
 
 
 def _no_prefix(common_prefix_len: int, prefix_scheduler_metadata: Any) -> int:
     """What a call with a tree has of a prefix of all."""
-    if common_prefix_len or prefix_scheduler_metadata is not None:
+    if common_prefix_len or not isinstance(prefix_scheduler_metadata, PrefixSchedule | None):
         raise ValueError(
             f"prefix_tree with common_prefix_len={common_prefix_len} and prefix_scheduler_metadata="
             f"{prefix_scheduler_metadata!r}: the tree says what is shared; use 0 and None"

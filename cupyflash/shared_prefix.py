@@ -2,17 +2,151 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from .bounds import AttentionBounds
 from .fa_version import capability_of, resolve_version
 from .prefix_tree import PrefixTree
+from .runtime.arrays import place, spec_of
 from .runtime.call import Call
 from .runtime.device import Device, device_for
 from .runtime.launch import stream_handle
-from .runtime.shared_launch import Sharing, attend_shared, shared_layout_refusal
-from .runtime.shared_plan import make_shared_plan, shared_refusal
+from .runtime.problem import AttentionProblem
+from .runtime.rules.sequences import check_lengths
+from .runtime.shared_launch import (
+    Sharing,
+    attend_shared,
+    schedule_shared,
+    shared_layout_refusal,
+)
+from .runtime.shared_plan import SharedPlan, make_shared_plan, shared_refusal
 
-__all__ = ["attend_once", "sharing_of_tree"]
+__all__ = ["PrefixSchedule", "attend_once", "get_prefix_schedule", "sharing_of_tree"]
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixSchedule:
+    """Who reads which shared and own keys in a step, for all of its layers.
+
+    Attributes
+    ----------
+    buffer : array [nbytes], uint8
+        The schedule, and room for partial results.
+    needs : tuple
+        What the calls must have in common with it.
+    """
+
+    buffer: Any
+    needs: tuple[Any, ...]
+
+
+def _needs(problem: AttentionProblem, plan: SharedPlan, sharing: Sharing) -> tuple[Any, ...]:
+    return (
+        plan.sizes,
+        plan.tile_rows,
+        plan.row_block,
+        plan.levels,
+        problem.batch,
+        problem.group_size,
+        problem.num_splits,
+        problem.window_right >= 0,
+        sharing.common_keys,
+        sharing.added_keys,
+    )
+
+
+def get_prefix_schedule(
+    batch_size: int,
+    total_q: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    suffix_kv_lens: Any,
+    qkv_dtype: Any,
+    cu_seqlens_q: Any,
+    page_size: int,
+    *,
+    headdim_v: int | None = None,
+    common_prefix_len: int = 0,
+    prefix_tree: PrefixTree | None = None,
+    num_splits: int = 0,
+    out: Any = None,
+    stream: Any = None,
+) -> PrefixSchedule | None:
+    """The schedule that the calls of `cascade_attention` in one step share.
+
+    It is made on the device from the lengths; without it every call makes it anew.
+
+    Parameters
+    ----------
+    batch_size, total_q, max_seqlen_q, max_seqlen_k : int
+        As the calls will have them: ``len(query)``, ``max_query_len``, ``max_kv_len``.
+    num_heads_q, num_heads_kv, headdim : int
+    suffix_kv_lens : array [batch], int32
+    qkv_dtype : str or dtype
+    cu_seqlens_q : array [batch + 1], int32
+    page_size : int
+    headdim_v : int, optional
+        `headdim` if None.
+    common_prefix_len, prefix_tree, num_splits
+        As the calls will pass them.
+    out : array [nbytes], uint8, optional
+        The ``buffer`` of an earlier schedule, so that its address stays (CUDA graphs). New if None.
+    stream : int or stream, optional
+
+    Returns
+    -------
+    PrefixSchedule or None
+        For ``prefix_scheduler_metadata``. None where calls of this kind need none.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Bounds that no call could have, lengths of another dtype or size, a buffer that is too small
+        (says the size needed).
+    """
+    names = ("suffix_kv_lens", "cu_seqlens_q", "out")
+    (lengths, starts, out), on_host = place(names, (suffix_kv_lens, cu_seqlens_q, out), stream)
+    problem = AttentionBounds(
+        batch_size=batch_size,
+        total_q=total_q,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k,
+        num_heads_q=num_heads_q,
+        num_heads_kv=num_heads_kv,
+        headdim=headdim,
+        headdim_v=headdim_v,
+        dtype=qkv_dtype,
+        page_size=page_size,
+        causal=True,
+        num_splits=num_splits,
+    ).problem()
+    check_lengths("suffix_kv_lens", spec_of(lengths), batch_size)
+    check_lengths("cu_seqlens_q", spec_of(starts), batch_size + 1)
+    if on_host:
+        return None
+    if prefix_tree is None:
+        sharing = Sharing(common_keys=common_prefix_len, added_keys=common_prefix_len)
+    else:
+        sharing = sharing_of_tree(prefix_tree)
+    device = device_for(lengths)
+    if shared_refusal(problem, device.info, sharing.levels):
+        return None
+    plan = make_shared_plan(problem, device.info, sharing.levels)
+    given = stream_handle(stream)
+    queue = device.current_stream() if given is None else given
+    nbytes = plan.attend.workspace_bytes
+    if out is None:
+        out = device.empty((nbytes,), np.dtype(np.uint8), queue)
+    elif out.nbytes < nbytes:
+        raise ValueError(f"out holds {out.nbytes} bytes; this schedule needs {nbytes}")
+    schedule_shared(problem, plan, sharing, device, (starts, lengths), out, queue)
+    return PrefixSchedule(out, _needs(problem, plan, sharing))
 
 
 def sharing_of_tree(tree: PrefixTree) -> Sharing:
@@ -21,7 +155,11 @@ def sharing_of_tree(tree: PrefixTree) -> Sharing:
 
 
 def attend_once(
-    call: Call, sharing: Sharing, fa_version: int | None, stream: Any, workspace: Any = None
+    call: Call,
+    sharing: Sharing,
+    fa_version: int | None,
+    stream: Any,
+    schedule: PrefixSchedule | None = None,
 ) -> str:
     """Queue attention of a call in which each shared key is read once.
 
@@ -32,7 +170,8 @@ def attend_once(
     sharing : Sharing
     fa_version : int, optional
     stream : int or stream, optional
-    workspace : array [nbytes], uint8, optional
+    schedule : PrefixSchedule, optional
+        Made for such calls.
 
     Returns
     -------
@@ -42,7 +181,7 @@ def attend_once(
     Raises
     ------
     ValueError, NotImplementedError
-        As `resolve_version`.
+        As `resolve_version`; or the schedule is for other calls.
     CaptureError, CompileError
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
@@ -53,11 +192,15 @@ def attend_once(
     if refused:
         return refused
     plan = make_shared_plan(call.problem, device.info, sharing.levels)
-    if workspace is not None and workspace.nbytes < plan.attend.workspace_bytes:
-        return f"a workspace of {workspace.nbytes} bytes; {plan.attend.workspace_bytes} are needed"
+    if schedule is not None and schedule.needs != _needs(call.problem, plan, sharing):
+        raise ValueError(
+            "prefix_scheduler_metadata was made for other calls: batch, queries, heads, head size, "
+            "prefix or number of splits differ; use get_prefix_schedule with those of this call"
+        )
     given = stream_handle(stream)
     queue = device.current_stream() if given is None else given
-    attend_shared(call, plan, sharing, device, workspace, queue)
+    made = None if schedule is None else schedule.buffer
+    attend_shared(call, plan, sharing, device, made, queue, schedule is not None)
     return ""
 
 

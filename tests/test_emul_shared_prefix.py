@@ -8,6 +8,11 @@ from emulator import device_array, emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefixes import SHARED, cascade, make_shared, once, shared_cases, through
+from test_cascade import cascade as cascade_of
+from test_cascade import check_cascade, empty_output, shared_case
+
+from cupyflash.prefix_tree import prefix_tree
+from cupyflash.shared_prefix import get_prefix_schedule
 
 KERNEL = "attention_shared"
 ALL, LEVELS = [([0, 1, 2, 3], 64)], [([0, 1, 2, 3], 64), ([0, 2], 128), ([2, 0], 160)]
@@ -97,8 +102,6 @@ def test_what_the_kernel_does_not_take_is_served_all_the_same(changes):
 
 def test_a_tree_that_changes_between_calls_of_one_graph():
     """What is captured are addresses; the tree and the lengths behind them may change."""
-    from cupyflash.prefix_tree import prefix_tree
-
     case = SHARED.replace(lengths=((1, 200),) * 4)
     buffer = device_array((2 * 2 + 1) * 4, np.int32)
     with emulated("sm_90", num_sms=2):
@@ -116,3 +119,77 @@ def test_a_nan_query_is_a_nan_row():
     assert np.isnan(found[2, 1]).all()
     found[2, 1] = right[2, 1]
     assert np.array_equal(found[:4], right[:4])
+
+
+def schedule_of(inputs, tree, **more):
+    args, case = inputs.args, inputs.case
+    return get_prefix_schedule(
+        len(case.lengths), args["q"].shape[0], args["max_seqlen_q"], args["max_seqlen_k"],
+        case.num_heads_q, case.num_heads_kv, case.head_dim, args["seqused_k"], case.kv_type,
+        args["cu_seqlens_q"], case.page_size, prefix_tree=tree, **more,
+    )  # fmt: skip
+
+
+def test_layers_share_a_schedule_that_was_made_ahead():
+    inputs, tree = make_shared(SHARED, LEVELS)
+    with emulated("sm_90", num_sms=3) as device:
+        schedule = schedule_of(inputs, tree)
+        for softcap in (0.0, 0.0, 5.0):
+            inputs.args["softcap"], inputs._expected = softcap, None
+            cascade(inputs, tree, prefix_scheduler_metadata=schedule)
+        names = [r.symbol.split("_sm90")[0] for r in device.reports]
+        assert names == ["schedule_shared", *["attention_shared"] * 3]
+        again = schedule_of(inputs, tree, out=schedule.buffer)
+        assert again.buffer is schedule.buffer
+
+
+def test_schedules_for_other_calls_are_refused():
+    inputs, tree = make_shared(SHARED, LEVELS)
+    other, smaller = make_shared(SHARED.replace(lengths=SHARED.lengths[:3]), [([0, 1], 64)])
+    with emulated("sm_90"):
+        with pytest.raises(ValueError, match=r"made for other calls.*get_prefix_schedule"):
+            cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(other, smaller))
+        with pytest.raises(ValueError, match=r"needs [0-9]+"):
+            schedule_of(inputs, tree, out=device_array(16, np.uint8))
+        assert schedule_of(*make_shared(SHARED.replace(page_size=8), ALL)) is None
+    assert schedule_of(inputs, tree) is None  # the CPU needs none
+    assert np.isnan(inputs.placed["out"].view.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("changes", [{}, {"sink": True, "softcap": 5.0}, {"kv_type": "fp16"}])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_prefix_of_all(changes, seed):
+    kind = {"q_type": changes["kv_type"]} if "kv_type" in changes else {}
+    args = shared_case(**changes, **kind)
+    with emulated("sm_90", num_sms=2, seed=seed) as device:
+        check_cascade(args)
+        assert [r.symbol.split("_sm90")[0] for r in device.reports] == [
+            "schedule_shared", "attention_shared",
+        ]  # fmt: skip
+        check_cascade(args, fa_version=2)
+        assert KERNEL not in device.reports[-1].symbol
+
+
+def test_trees_and_calls_that_do_not_fit_are_refused():
+    inputs, tree = make_shared(SHARED, ALL)
+    _, smaller = make_shared(SHARED.replace(lengths=SHARED.lengths[:3]), [([0, 1], 64)])
+    with emulated("sm_90"), pytest.raises(ValueError, match="prefix_tree is of 3 requests"):
+        cascade(inputs, smaller)
+    args = shared_case()
+    for wrong in ({}, {"common_prefix_len": 0, "prefix_scheduler_metadata": object()}):
+        with pytest.raises(ValueError, match="the tree says what is shared; use 0 and None"):
+            cascade_of(args, empty_output(args), prefix_tree=tree, **wrong)
+    assert np.isnan(inputs.placed["out"].view.astype(np.float32)).all()
+
+
+@pytest.mark.parametrize(
+    ("groups", "words"),
+    [
+        ([([0, 1], 16), ([1, 2], 32)], "overlaps another"),
+        ([([0, 4], 16)], "requests are 0 to 3"),
+        ([(list(range(4 - n)), 16 * (n + 1)) for n in range(4)], "groups of 4 levels"),
+    ],
+)
+def test_groups_that_make_no_tree_are_refused(groups, words):
+    with pytest.raises(ValueError, match=words):
+        prefix_tree(groups, 4)

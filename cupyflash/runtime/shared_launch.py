@@ -6,18 +6,20 @@ from typing import Any, NamedTuple
 
 from .arrays import AttentionArrays
 from .attention_args import Tiling, arrays_of, pack_attention, results
+from .attention_params import ATTENTION_PARAMS
 from .call import Call
 from .decode_tile import DECODE_PARAMS
 from .device import Device
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
+from .problem import AttentionProblem
 from .shared_plan import SharedPlan
 from .shared_tile import SHARED_PARAMS
 from .tensor_map import rows_refusal
 from .workspace import scratch_of
 
-__all__ = ["Sharing", "attend_shared", "shared_layout_refusal"]
+__all__ = ["Sharing", "attend_shared", "schedule_shared", "shared_layout_refusal"]
 
 _UINT16 = 1  # CUtensorMapDataType
 _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL = 3, 0, 0
@@ -83,18 +85,8 @@ class _Placement:
         else:
             self.out_step = arrays.out[2][0] | arrays.out[2][1]
         self._encoded: dict[tuple[int, int], tuple[bytes, ...]] = {}
-        page = problem.page_size or 1
-        values = dict.fromkeys(DECODE_PARAMS.names, 0)
-        values.update(
-            tile_shift=plan.tile.keys.bit_length() - 1,
-            row_block=plan.row_block,
-            most_pieces=problem.num_splits,
-            whole_boxes=int(whole),
-            page_shift=-1 if page & (page - 1) else page.bit_length() - 1,
-            group_inverse=-(-(1 << 32) // problem.group_size) % (1 << 32),
-        )
         self.decode = tuple(
-            DECODE_PARAMS.pack(*{**values, "out_wide": wide}.values()) for wide in (0, 1)
+            _decode_params(problem, plan, whole_boxes=int(whole), out_wide=wide) for wide in (0, 1)
         )
 
     def encoded(self, device: Device, k: Any, v: Any) -> tuple[bytes, ...]:
@@ -117,6 +109,20 @@ class _Placement:
         return found
 
 
+def _decode_params(problem: AttentionProblem, plan: SharedPlan, **more: int) -> bytes:
+    page = problem.page_size or 1
+    values = dict.fromkeys(DECODE_PARAMS.names, 0)
+    values.update(
+        tile_shift=plan.tile.keys.bit_length() - 1,
+        row_block=plan.row_block,
+        most_pieces=problem.num_splits,
+        page_shift=-1 if page & (page - 1) else page.bit_length() - 1,
+        group_inverse=-(-(1 << 32) // problem.group_size) % (1 << 32),
+        **more,
+    )
+    return DECODE_PARAMS.pack(*values.values())
+
+
 def _map_of(spec: Any, panels: int, keys: int, whole: bool) -> tuple[Any, ...]:
     """Of [blocks, slots, heads, dim]: (element, slot, panel, head, block).
 
@@ -133,8 +139,63 @@ def _map_of(spec: Any, panels: int, keys: int, whole: bool) -> tuple[Any, ...]:
     )
 
 
+def schedule_shared(
+    problem: AttentionProblem,
+    plan: SharedPlan,
+    sharing: Sharing,
+    device: Device,
+    lengths: tuple[Any, Any],
+    block: Any,
+    stream: int,
+) -> None:
+    """Queue the schedule alone, for calls that follow with the same lengths.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+    plan : SharedPlan
+    sharing : Sharing
+    device : Device
+    lengths : tuple of array
+        ``cu_seqlens_q`` and ``seqused_k``.
+    block : array [nbytes], uint8
+        The workspace of those calls.
+    stream : int
+
+    Raises
+    ------
+    CaptureError, CompileError
+        As `compile.load_kernel`.
+    """
+    values = dict.fromkeys(ATTENTION_PARAMS.names, 0)
+    values.update(
+        cu_seqlens_q=device.pointer(lengths[0]),
+        seqused_k=device.pointer(lengths[1]),
+        batch=problem.batch,
+        total_q=problem.total_q,
+        heads_q=problem.num_heads_q,
+        heads_kv=problem.num_heads_kv,
+        group=problem.group_size,
+        window_left=-1,
+        window_right=-1 if problem.window_right < 0 else 0,
+    )
+    packed = (
+        ATTENTION_PARAMS.pack(*values.values()),
+        _decode_params(problem, plan),
+        _pack(problem, plan, sharing, device, block),
+    )
+    args = KernelArgs(packed, (*lengths, block, sharing.order, sharing.tree))
+    launch(device, plan.schedule, args, stream)
+
+
 def attend_shared(
-    call: Call, plan: SharedPlan, sharing: Sharing, device: Device, workspace: Any, stream: int
+    call: Call,
+    plan: SharedPlan,
+    sharing: Sharing,
+    device: Device,
+    workspace: Any,
+    stream: int,
+    scheduled: bool = False,
 ) -> tuple[Any, Any]:
     """Queue attention of every request, what is shared read once.
 
@@ -148,6 +209,8 @@ def attend_shared(
     workspace : array [nbytes], uint8, optional
         Scratch of at least ``plan.attend.workspace_bytes``; the device's own if None.
     stream : int
+    scheduled : bool
+        The schedule is in the workspace already.
 
     Returns
     -------
@@ -161,11 +224,11 @@ def attend_shared(
     """
     found = results(call, device, stream)
     if workspace is not None:
-        _queue(call, plan, sharing, device, found, workspace, stream)
+        _queue(call, plan, sharing, device, found, workspace, stream, scheduled)
         return found
     with scratch_of(device, stream) as scratch:
         block = scratch.reserve(plan.attend.workspace_bytes)
-        _queue(call, plan, sharing, device, found, block, stream)
+        _queue(call, plan, sharing, device, found, block, stream, False)
     return found
 
 
@@ -177,6 +240,7 @@ def _queue(
     found: tuple[Any, Any],
     block: Any,
     stream: int,
+    scheduled: bool,
 ) -> None:
     layout = call.layout
     placed: _Placement = layout.kept.get(plan) or layout.keep(
@@ -185,15 +249,17 @@ def _queue(
     arrays = arrays_of(call, *found, block, sharing.order, sharing.tree)
     attention = pack_attention(call, device, *found, None, _TILING)
     wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0
-    common = attention, placed.decode[wide], _pack(call, plan, sharing, device, block)
-    launch(device, plan.schedule, KernelArgs(common, arrays), stream)
+    common = attention, placed.decode[wide], _pack(call.problem, plan, sharing, device, block)
+    if not scheduled:
+        launch(device, plan.schedule, KernelArgs(common, arrays), stream)
     maps = placed.encoded(device, call.arrays.k, call.arrays.v)
     launch(device, plan.attend, KernelArgs((*common, *maps), arrays), stream)
 
 
-def _pack(call: Call, plan: SharedPlan, sharing: Sharing, device: Device, block: Any) -> bytes:
+def _pack(
+    problem: AttentionProblem, plan: SharedPlan, sharing: Sharing, device: Device, block: Any
+) -> bytes:
     values: dict[str, Any] = dict.fromkeys(SHARED_PARAMS.names, 0)
-    problem = call.problem
     scale, cap = max(abs(problem.softmax_scale), _SMALLEST_SCALE), problem.softcap
     at = device.pointer(block)
     for name, nbytes in plan.sizes:
