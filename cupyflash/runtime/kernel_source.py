@@ -7,6 +7,7 @@ cache writes) the kernels use PTX instructions without ``.ftz``. Division stays 
 
 from __future__ import annotations
 
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -17,8 +18,10 @@ from .variant import Variant
 
 __all__ = ["kernel_root", "kernel_source"]
 
-_INCLUDE = re.compile(r'\s*#\s*include\s*(?:"([^"]+)"|(.*))')
-_PRAGMA_ONCE = re.compile(r"\s*#\s*pragma\s+once\b")
+_DIRECTIVE = re.compile(
+    r'^[ \t]*#[ \t]*(?:(?P<include>include)[ \t]*(?:"(?P<name>[^"\n]+)")?.*|pragma[ \t]+once\b.*)$',
+    re.MULTILINE,
+)
 
 
 @cache
@@ -57,7 +60,7 @@ def kernel_source(variant: Variant, root: Path | None = None) -> tuple[str, tupl
     root = kernel_root() if root is None else root
     lines = [f"#define KERNEL_NAME {variant.symbol}"]
     lines += [f"#define {name} {value}" for name, value in variant.defines]
-    _inline(root, root / variant.source, lines, set())
+    _inline(os.path.realpath(root), variant.source, lines, set())
     options = (
         f"--gpu-architecture={variant.arch}",
         "--std=c++17",
@@ -70,30 +73,42 @@ def kernel_source(variant: Variant, root: Path | None = None) -> tuple[str, tupl
     ) if env.lineinfo() else options
 
 
-def _inline(root: Path, path: Path, lines: list[str], seen: set[Path]) -> None:
-    """Append a file; each include takes its place the first time."""
-    seen.add(path)
-    name = path.relative_to(root).as_posix()
+def _inline(root: str, name: str, lines: list[str], seen: set[str]) -> None:
+    """Append a file of ``root``; each include takes its place the first time.
+
+    Names are strings here: of a first call, paths would take most of the time.
+    """
+    seen.add(name)
+    path = os.path.join(root, name)
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
     except OSError as error:
         raise CompileError(f"{path}: {error.strerror or error}") from error
     lines.append(f'#line 1 "{name}"')
-    for number, line in enumerate(text.splitlines(), 1):
-        found = _INCLUDE.match(line)
-        if found is None:
-            lines.append("" if _PRAGMA_ONCE.match(line) else line)
-            continue
+    copied = 0
+    for found in _DIRECTIVE.finditer(text):
+        if copied < found.start():
+            lines.append(text[copied : found.start() - 1])
         lines.append("")
-        included = _resolve(root, path, found[1], f"{name}:{number}: {line.strip()}")
+        copied = found.end() + 1
+        if found["include"] is None:
+            continue
+        number = text.count("\n", 0, found.start()) + 1
+        where = f"{name}:{number}: {found[0].strip()}"
+        included = _resolve(root, os.path.dirname(path), found["name"], where)
         if included not in seen:
             _inline(root, included, lines, seen)
             lines.append(f'#line {number + 1} "{name}"')
+    if copied < len(text):
+        lines.append(text[copied:].removesuffix("\n"))
 
 
-def _resolve(root: Path, path: Path, included: str | None, where: str) -> Path:
-    for folder in (root, path.parent) if included else ():
-        found = (folder / str(included)).resolve()
-        if found.is_file() and found.is_relative_to(root.resolve()):
-            return root / found.relative_to(root.resolve())
+def _resolve(root: str, folder: str, included: str | None, where: str) -> str:
+    for place in (root, folder) if included else ():
+        found = os.path.join(place, str(included))
+        if os.path.isfile(found):
+            real = os.path.realpath(found)
+            if real.startswith(root + os.sep):
+                return real[len(root) + 1 :].replace(os.sep, "/")
     raise CompileError(f"{where}: kernels include files of {root} and nothing else")
