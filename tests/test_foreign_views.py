@@ -39,12 +39,12 @@ def look(value, out):
     """What the stand-in's array is, as if it lay on a GPU."""
     array = value.array
     tensor = DLTensor.from_address(out)
-    value.shape = (ctypes.c_int64 * array.ndim)(*array.shape)
+    value.counts = (ctypes.c_int64 * array.ndim)(*array.shape)
     value.steps = (ctypes.c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
     tensor.data, tensor.device, tensor.ordinal = array.ctypes.data, value.device, 0
     tensor.ndim, tensor.code, tensor.bits = array.ndim, CODES[array.dtype.kind], 8 * array.itemsize
     tensor.lanes, tensor.offset = 1, 0
-    tensor.shape = ctypes.addressof(value.shape)
+    tensor.shape = ctypes.addressof(value.counts)
     tensor.strides = ctypes.addressof(value.steps)
     value.looks += 1
     return 0
@@ -72,8 +72,17 @@ class Tensor:
     def __init__(self, array, device=2):
         self.array, self.device, self.looks = array, device, 0
 
+    shape = property(lambda self: self.array.shape)
+    dtype = property(lambda self: self.array.dtype)
+
     def is_neg(self):
         return False
+
+    def data_ptr(self):
+        return self.array.ctypes.data
+
+    def stride(self):
+        return tuple(step // self.array.itemsize for step in self.array.strides)
 
     def __dlpack_device__(self):
         return self.device, 0
@@ -125,7 +134,9 @@ def test_a_view_is_the_array(array, kind, ordered):
     assert isinstance(found, cupy.ndarray)
     assert (found.shape, found.dtype, found.strides) == (array.shape, array.dtype, array.strides)
     assert found.data.ptr == array.ctypes.data
-    assert gpu_views((None, 1.0, kind(array)), ("a", "b", "q"), None)[2] is found
+    again = kind(array)
+    assert gpu_views((None, 1.0, again), ("a", "b", "q"), None)[2] is found
+    assert kind is Interface or again.looks == 0
 
 
 def test_a_bfloat16_tensor(ordered):
@@ -160,6 +171,16 @@ def test_other_streams_are_ordered_once_a_call(ordered):
     ordered.stream.handle = NO_WAIT
     gpu_views(given, "abcde", None)
     assert ordered.orders == []
+
+
+def test_with_more_gpus_an_address_says_nothing(ordered, monkeypatch):
+    """Memory of one may come back on another: views are made anew."""
+    monkeypatch.setattr(foreign_views, "one_gpu", lambda: False)
+    monkeypatch.setattr(foreign_views, "adopt", lambda *_: "adopted")
+    array = np.zeros(3, np.float16)
+    one, two = (gpu_views((Tensor(array),), ("q",), None)[0] for _ in range(2))
+    assert one is not two
+    assert gpu_views((Interface(array),), ("q",), None) == ("adopted",)
 
 
 def test_what_the_quick_way_is_not_for(ordered, monkeypatch):

@@ -32,8 +32,11 @@ class Interface:
     """A GPU array of which nothing is known but the array interface."""
 
     def __init__(self, array, stream=None):
-        self.array = array
-        self.__cuda_array_interface__ = {**array.__cuda_array_interface__, "stream": stream}
+        self.array, self.stream = array, stream
+
+    @property
+    def __cuda_array_interface__(self):
+        return {**self.array.__cuda_array_interface__, "stream": self.stream}
 
 
 @pytest.mark.parametrize("kind", [Foreign, Interface])
@@ -46,11 +49,14 @@ def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit
     batch = random_batch([1], [3000], 4, 2)
     args = arguments(path, *batch, [1], [3000], 16, num_splits=1, fa_version=2)
     right = run(path, args)[0]
-    spin = cp.RawKernel(
-        'extern "C" __global__ void spin() { long long t = clock64(); while (clock64() - t < '
-        "2000000000) {} }",
-        "spin",
+    hold = cp.RawKernel(
+        'extern "C" __global__ void hold(const volatile int *open) { long long t = clock64(); '
+        "while (!*open && clock64() - t < 40000000000) {} }",
+        "hold",
     )
+    flag = cp.cuda.alloc_pinned_memory(4)  # the GPU reads it while it waits, at most 20 s
+    gate = np.frombuffer(flag, np.int32, 1)
+    gate[0] = 0
     producer, consumer = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
     late, out = cp.full_like(args["q"], np.nan), cp.empty_like(args["q"])
     call = {**args, "out": out}
@@ -58,7 +64,7 @@ def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit
         cf.flash_attn_varlen_func(**call, stream=stream)
     cp.cuda.Device().synchronize()
     with producer:
-        spin((1,), (1,), ())
+        hold((1,), (1,), (np.uint64(flag.ptr),))
         late[...] = args["q"]
         done = producer.record()
         if kind is Foreign:  # CuPy exports on its current stream
@@ -71,7 +77,9 @@ def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit
     elif kind is Interface:
         with consumer:
             cf.flash_attn_varlen_func(**call)
-    assert not done.done  # the host has not waited
+    waited = done.done
+    gate[0] = 1
+    assert not waited  # the host has not
     consumer.synchronize()
     np.testing.assert_array_equal(out.get().astype(float), right)
 

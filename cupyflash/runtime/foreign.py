@@ -45,11 +45,11 @@ class Consumer:
         The current stream of their device if None.
     """
 
-    __slots__ = ("_found", "_ordered", "_stream", "buffer")
+    __slots__ = ("_found", "_ordered", "_stream", "settled")
 
     def __init__(self, stream: Any = None) -> None:
         self._stream = stream
-        self.buffer: Any = None  # of who looks at arrays
+        self.settled: Any = None  # a library whose work is ordered, for who asks often
         self._found: dict[int, tuple[CuPyDevice, int]] = {}
         self._ordered: set[Any] | None = None
 

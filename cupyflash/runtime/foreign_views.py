@@ -108,7 +108,11 @@ def _look_of(kind: Any) -> Look:
 
 
 class _Exchange:
-    """DLPack's C interface of a library: what an array is, and the stream that it works on."""
+    """Of torch: tensors by DLPack's C interface, and those that were seen by their own words.
+
+    What a tensor says of itself takes a fraction of any exchange, and the interface also names the
+    stream that the library works on.
+    """
 
     def __init__(self, address: int) -> None:
         functions = Struct("=QQ").unpack(string_at(address + 40, 16))
@@ -116,33 +120,39 @@ class _Exchange:
         self._working_on = PYFUNCTYPE(c_int, c_int, c_int32, c_void_p)(functions[1])
 
     def view(self, value: Any, consumer: Consumer) -> Any:
-        """None where the array is not on a GPU, is empty, or is not what its bytes say."""
-        if value.requires_grad or value.is_neg():
+        """None where the tensor is not on a GPU, is empty, or is not what its bytes say."""
+        try:
+            if value.requires_grad or value.is_neg():
+                return None
+            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+        except RuntimeError:  # one without memory
             return None
-        raw = consumer.buffer
-        if raw is None:
-            raw = consumer.buffer = create_string_buffer(_tensor.size)
+        found = _views.get(key) if one_gpu() else None
+        if found is None:
+            found = self._new_view(value, key)
+            if found is None:
+                return None
+        if consumer.settled is not self:
+            try:
+                consumer.after(self.working_on, found.data.device_id)
+            except LookupError:  # `__dlpack__` orders by itself
+                return None
+            if one_gpu():
+                consumer.settled = self
+        return found
+
+    def _new_view(self, value: Any, key: Any) -> Any:
+        raw = create_string_buffer(_tensor.size)
         if self._look(value, raw):
             return None
         data, kind, ordinal, ndim, code, bits, lanes, shape, strides, offset = _tensor.unpack(raw)
-        if kind != _CUDA or not data or not strides:
+        dtype = _TYPES.get((code, bits)) if lanes == 1 else None
+        if kind != _CUDA or not data or not strides or not ndim or dtype is None:
             return None
-        counts, steps = string_at(shape, 8 * ndim), string_at(strides, 8 * ndim)
-        key = (data + offset, ordinal, code, bits, lanes, counts, steps)
-        found = _views.get(key)
-        if found is None:
-            dtype = _TYPES.get((code, bits)) if lanes == 1 else None
-            if dtype is None or not ndim:
-                return None
-            numbers = Struct(f"={ndim}q")
-            layout = numbers.unpack(counts), numbers.unpack(steps)
-            found = _keep(key, dtype, layout[0], [n * dtype.itemsize for n in layout[1]], ordinal)
-        if found is not None:
-            try:
-                consumer.after(self.working_on, ordinal)
-            except LookupError:  # `__dlpack__` orders by itself
-                return None
-        return found
+        numbers = Struct(f"={ndim}q")
+        counts, steps = (numbers.unpack(string_at(at, numbers.size)) for at in (shape, strides))
+        places = [step * dtype.itemsize for step in steps]
+        return _keep(key, data + offset, dtype, counts, places, ordinal)
 
     def working_on(self, ordinal: int) -> int:
         """The handle of the stream that the library queues work on."""
@@ -179,7 +189,7 @@ def _by_interface(value: Any, consumer: Consumer) -> Any:
         dtype = np.dtype(kind)
         if strides is None:
             strides = _dense(shape, dtype.itemsize)
-        found = _keep(key, dtype, shape, strides, 0)
+        found = _keep(key, data, dtype, shape, strides, 0)
     if found is not None and producer is not None:
         consumer.after(lambda _: producer, 0, (producer,))
     return found
@@ -193,16 +203,23 @@ def _dense(shape: Sequence[int], itemsize: int) -> list[int]:
 
 
 def _keep(
-    key: Any, dtype: np.dtype[Any], shape: Sequence[int], strides: Sequence[int], ordinal: int
+    key: Any,
+    address: int,
+    dtype: np.dtype[Any],
+    shape: Sequence[int],
+    strides: Sequence[int],
+    ordinal: int,
 ) -> Any:
     """A CuPy array over memory that it does not own; None for an empty one."""
     if 0 in shape or any(step < 0 for step in strides):
         return None
     cp = load_cupy()
     reach = sum((n - 1) * step for n, step in zip(shape, strides, strict=True)) + dtype.itemsize
-    memory = cp.cuda.UnownedMemory(key[0], reach, None, ordinal)
+    memory = cp.cuda.UnownedMemory(address, reach, None, ordinal)
     start = cp.cuda.MemoryPointer(memory, 0)
+    view = cp.ndarray(tuple(shape), dtype, memptr=start, strides=tuple(strides))
+    if not one_gpu():
+        return view
     if len(_views) >= _MOST_VIEWS:
         _views.clear()
-    view = cp.ndarray(tuple(shape), dtype, memptr=start, strides=tuple(strides))
     return _views.setdefault(key, view)
