@@ -170,8 +170,7 @@ def _queue(
     if not hasattr(device, "ready"):
         known.launch(call, scheduler_metadata, workspace, stream)
         return
-    with recorded() as recording:
-        known.launch(call, scheduler_metadata, workspace, stream)
+    recording = recorded(known.launch, call, scheduler_metadata, workspace, stream)
     if len(recording.places) < 2:
         if len(_recordings) >= _MOST_PLACES:
             _recordings.clear()

@@ -45,12 +45,16 @@ class StandIn:
         self.launches.append((kernel, plan, args, stream))
 
     def ready(self, *launch):
-        def again():
-            self.again += 1
-            self.launches.append(launch)
+        times = [0]
+
+        def queue():
+            self.again += times[0] > 0
+            times[0] += 1
+            if not self.status:
+                self.launches.append(launch)
             return self.status
 
-        return again
+        return queue
 
     def encode_tensor_map(self, array, *asked):
         return repr(asked).encode()[:128].ljust(128)

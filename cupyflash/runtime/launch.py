@@ -25,10 +25,14 @@ def launch(device: Device, plan: Plan, args: KernelArgs, stream: int | None) -> 
     """
     if 0 not in plan.grid:
         kernel = device.kernels.get(plan.variant) or load_kernel(plan.variant, device, stream)
-        device.launch(kernel, plan, args, stream)
         recording = current_recording()
-        if recording is not None:
-            recording.launches.append(device.ready(kernel, plan, args, stream))  # type: ignore[attr-defined]
+        if recording is None:
+            device.launch(kernel, plan, args, stream)
+            return
+        again = device.ready(kernel, plan, args, stream)  # type: ignore[attr-defined]
+        if again():
+            device.launch(kernel, plan, args, stream)
+        recording.launches.append(again)
 
 
 def prepare(device: Device, plans: Iterable[Plan], stream: int | None = None) -> None:

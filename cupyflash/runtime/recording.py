@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
+from typing import Any
 
 __all__ = ["Recording", "current_recording", "recorded"]
 
@@ -45,12 +45,12 @@ _current: ContextVar[Recording | None] = ContextVar("cupyflash_recording", defau
 current_recording: Callable[[], Recording | None] = _current.get
 
 
-@contextmanager
-def recorded() -> Iterator[Recording]:
-    """Records what the block queues, in this thread."""
+def recorded(queue: Callable[..., object], *arguments: Any) -> Recording:
+    """Call ``queue`` with the arguments, and record what it queues."""
     recording = Recording()
     token = _current.set(recording)
     try:
-        yield recording
+        queue(*arguments)
     finally:
         _current.reset(token)
+    return recording

@@ -148,8 +148,7 @@ class RowShape:
         if not hasattr(device, "ready"):
             launch(device, self.plans[wide], args, queue)
             return
-        with recorded() as recording:
-            launch(device, self.plans[wide], args, queue)
+        recording = recorded(launch, device, self.plans[wide], args, queue)
         if len(self.launches) >= _MOST_LAUNCHES:
             self.launches.clear()
         self.launches[place] = recording.queue
