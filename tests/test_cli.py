@@ -187,6 +187,15 @@ def test_check_fails_where_a_result_is_wrong(capsys, monkeypatch):
     assert 1 <= passed < listed
 
 
+@pytest.mark.gpu
+def test_check_on_this_gpu(tmp_path, capsys):
+    text = run(capsys, "check", "--quick", "--on", "gpu", "--json", str(tmp_path / "errors.json"))
+    assert "checks passed on the GPU" in text
+    margins = json.loads((tmp_path / "errors.json").read_text())
+    assert {found["types"] for found in margins} == {"fp16", "bf16", "bf16 / e4m3", "e4m3"}
+    assert max(found["share"] for found in margins) <= 1
+
+
 def test_check_on_a_gpu_that_is_not_there(capsys):
     with gpu(None):
         assert "--on gpu" in run(capsys, "check", "--on", "gpu", status=2)

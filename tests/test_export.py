@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -16,6 +18,7 @@ from conftest import Path as Where
 from cupyflash.cli import main
 from cupyflash.cli.export import described_call
 from cupyflash.cli.recorded_call import STRUCTS, Struct, record
+from cupyflash.fa_version import is_fa_version_supported
 from cupyflash.runtime.compile import load_kernel
 from cupyflash.runtime.device import active_device
 from cupyflash.runtime.params import KernelArgs
@@ -108,7 +111,17 @@ def test_every_attention_kernel_has_its_structs():
         assert sources - {"merge_attn_states.cu", "reshape_and_cache.cu"} <= set(STRUCTS)
 
 
-CALL = ["--batch", "8", "--kv-len", "500", "--page-size", "16", "--lse", "--dtype", "fp16"]
+CALL = [
+    "--batch",
+    "8",
+    "--kv-len",
+    "500",
+    "--page-size",
+    "16",
+    "--lse",
+    "--dtype",
+    "fp16",
+]  # as in C
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +228,43 @@ def test_the_c_example_compiles(exported, tmp_path):
     example = str(ROOT / "examples" / "hosts" / "driver_attention.c")
     includes = (f"-I{exported}", "-isystem", str(cuda_include()))
     compiled("cc", *WARNINGS, *includes, "-fsyntax-only", example)
+
+
+@pytest.mark.gpu
+@needs_cc
+@pytest.mark.parametrize("version", ["2", "3"])
+def test_the_c_example_runs(version, tmp_path):
+    if version == "3" and not is_fa_version_supported(3):
+        pytest.skip("version 3 needs compute capability 9.0")
+    folder = tmp_path / "call"
+    assert main(["export", *CALL, "--fa-version", version, "--out", str(folder)]) == 0
+    program = linked_with_the_driver("driver_attention.c", folder, tmp_path)
+    assert compiled(program, str(folder)) == "0 values are wrong\n"
+
+
+@pytest.mark.gpu
+@needs_cc
+def test_the_merge_example_runs(tmp_path):
+    symbol = "merge_attn_states_fp32_fp32"
+    options = ["--arch", "sm_80", "--only", symbol, "--ptx", "--out", str(tmp_path)]
+    assert main(["precompile", *options]) == 0
+    program = linked_with_the_driver("driver_api.c", tmp_path, tmp_path)
+    assert compiled(program, str(tmp_path / f"{symbol}.ptx")).startswith("0 of ")
+
+
+def linked_with_the_driver(example, include, folder):
+    """The program of an example, with this machine's libcuda."""
+    header = cuda_include() or Path("/usr/local/cuda/include")
+    if not (header / "cuda.h").exists():
+        pytest.skip("cuda.h is not installed")
+    ctypes.CDLL("libcuda.so.1")
+    (driver, *_) = re.findall(r"(/\S*libcuda\.so\S*)", Path("/proc/self/maps").read_text())
+    program = folder / "program"
+    compiled(
+        "cc", "-std=c11", f"-I{include}", "-isystem", str(header),
+        str(ROOT / "examples" / "hosts" / example), "-o", str(program), driver, "-lm",
+    )  # fmt: skip
+    return str(program)
 
 
 def test_descriptions_are_plain_values():
