@@ -43,6 +43,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     prefetch_tensor_map(&own_k), prefetch_tensor_map(&own_v);
     prefetch_tensor_map(&shared_k), prefetch_tensor_map(&shared_v);
   }
+  // The table is read after the schedule, and should be near by then.
+  const int line = (blockIdx.x * kThreads + threadIdx.x) * 128;
+  if (line < d.table_bytes) prefetch_l2(p.block_table + line);
   __syncthreads();
   wait_for_earlier_launches();
   let_later_launches_start();

@@ -4,6 +4,7 @@
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
+#include "arch/tma_sm90.cuh"
 #include "block/shared_work.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
@@ -64,15 +65,42 @@ __device__ __forceinline__ int last_before(const i32 *line, int count, int targe
   return low;
 }
 
-struct Member {
-  u16 q_len, depth;
-  u16 own, own_index;  // whether it has own keys; of those that do
-};
-
 __device__ __forceinline__ int2 node_of(const SharedParams &s, int batch, int level, int place) {
   return s.tree ? s.tree[level * batch + place]
                 : make_int2(place ? -place : batch, s.common_keys);
 }
+
+// A place: its request, what it shares and what it has of its own; nothing past the last one.
+struct Place {
+  OwnRequest own = {};
+  int2 node[kMostLevels] = {};
+  int depth = 0;
+
+  __device__ __forceinline__ Place(const AttentionParams &p, const DecodeParams &d,
+                                   const SharedParams &s, int place) {
+    if (place >= p.batch) return;
+    const int request = s.order ? s.order[place] : place;
+#pragma unroll
+    for (int l = 0; l < kMostLevels; ++l) {
+      if (l < s.levels) node[l] = node_of(s, p.batch, l, place);
+    }
+    const int q_begin = p.cu_seqlens_q[request], q_len = p.cu_seqlens_q[request + 1] - q_begin;
+    const int kv_len = p.seqused_k[request] + s.added_keys;
+    // Keys that all of its rows see.
+    const int seen =
+        p.window_right < 0 ? kv_len : min(kv_len, kv_len - q_len + p.window_right + 1);
+    int first = 0;
+#pragma unroll
+    for (int l = 0; l < kMostLevels; ++l) {
+      if (depth == l && node[l].x && q_len > 0 && node[l].y > first && node[l].y <= seen) {
+        depth = l + 1, first = node[l].y;
+      }
+    }
+    const int tiles =
+        q_len > 0 && kv_len > first ? ((kv_len - first - 1) >> d.tile_shift) + 1 : 0;
+    own = {q_begin, q_len, kv_len, first, request, 4 * place + depth, 0, tiles};
+  }
+};
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
@@ -82,38 +110,15 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
   __shared__ i32 scratch[2 * kLevels][kWarps], extremes[4];
   __shared__ u16 tokens_before[kLevels][kMostRequests + 1];
   __shared__ i32 own_line[kMostRequests + 1], group_line[kLevels * kMostRequests + 1];
+  __shared__ u16 own_index[kMostRequests], own_place[kMostRequests];
   __shared__ u16 group_at[kLevels][kMostRequests];  // index of the group that begins at a place
-  __shared__ Member place_of[kMostRequests];
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // The attention may take its place early: it waits for all of this.
+  let_later_launches_start();
+  wait_for_earlier_launches();
   const int i = threadIdx.x, batch = p.batch, heads = p.heads_kv;
-  const bool inside = i < batch, writes = blockIdx.x == 0;
-  const int request = inside && s.order ? s.order[i] : i;
-  int2 node[kLevels];
-#pragma unroll
-  for (int l = 0; l < kLevels; ++l) {
-    node[l] = make_int2(0, 0);
-    if (!inside || l >= s.levels) continue;
-    node[l] = node_of(s, batch, l, i);
-  }
-  int q_begin = 0, q_len = 0, kv_len = 0;
-  if (inside) {
-    q_begin = p.cu_seqlens_q[request];
-    q_len = p.cu_seqlens_q[request + 1] - q_begin;
-    kv_len = p.seqused_k[request] + s.added_keys;
-  }
-  // Keys that all of its rows see.
-  const int seen =
-      p.window_right < 0 ? kv_len : min(kv_len, kv_len - q_len + p.window_right + 1);
-  int depth = 0, own_key = 0;
-#pragma unroll
-  for (int l = 0; l < kLevels; ++l) {
-    if (depth == l && node[l].x && q_len > 0 && node[l].y > own_key && node[l].y <= seen) {
-      depth = l + 1, own_key = node[l].y;
-    }
-  }
-  const int tiles =
-      q_len > 0 && kv_len > own_key ? ((kv_len - own_key - 1) >> d.tile_shift) + 1 : 0;
+  Place mine(p, d, s, i);
+  const int depth = mine.depth, tiles = mine.own.tiles, q_len = mine.own.q_len;
+  const int2 (&node)[kLevels] = mine.node;
   i32 value[2 + kLevels] = {tiles * heads, tiles > 0}, before[2 + kLevels], all[2 + kLevels];
 #pragma unroll
   for (int l = 0; l < kLevels; ++l) value[2 + l] = l < depth ? q_len : 0;
@@ -124,9 +129,10 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
     tokens_before[l][i] = before[2 + l];
     if (i == 0) tokens_before[l][blockDim.x] = all[2 + l];
   }
-  const int own_index = before[1], owners = all[1];
-  if (inside) place_of[i] = {u16(q_len), u16(depth), u16(tiles > 0), u16(own_index)};
-  if (tiles) own_line[own_index] = before[0];
+  const int owners = all[1];
+  mine.own.line = before[0];
+  if (i < batch) own_index[i] = before[1];
+  if (tiles) own_line[before[1]] = before[0], own_place[before[1]] = i;
   if (i == 0) own_line[owners] = all[0];
   __syncthreads();
 
@@ -159,12 +165,8 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
   if (i == 0) group_line[index] = line;
   __syncthreads();
 
-  if (writes) {
-    if (tiles) {
-      s.own_line[own_index] = before[0];
-      s.own[2 * own_index] = make_int4(q_begin, q_len, kv_len, own_key);
-      s.own[2 * own_index + 1] = make_int4(request, depth, 0, 0);
-    }
+  if (blockIdx.x == 0) {
+    if (tiles) s.own[before[1]] = mine.own;
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) {
       if (work[l]) {
@@ -175,12 +177,12 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
       // Of the members that are left the first one's row of the block table is used.
       const int first = i + min(0, node[l].x);
       if (tokens_before[l][first] == before[2 + l]) {
-        s.groups[2 * group_at[l][first] + 1] = make_int4(request, 0, 0, 0);
+        s.groups[2 * group_at[l][first] + 1] = make_int4(mine.own.request, 0, 0, 0);
       }
-      for (int n = 0; n < q_len; ++n) s.tokens[l * p.total_q + before[2 + l] + n] = q_begin + n;
+      for (int n = 0; n < q_len; ++n) s.tokens[l * p.total_q + before[2 + l] + n] = mine.own.q_begin + n;
     }
     if (i == 0) {
-      s.own_line[owners] = all[0], s.group_line[index] = line;
+      s.group_line[index] = line;
       *s.arrivals = 0;
     }
   }
@@ -189,46 +191,52 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
                  d.most_pieces);
   const Deal shared(line, segment.x, segment.y, s.ctas, kFewestBlocks, d.most_pieces);
   const int thread = blockIdx.x * blockDim.x + i, threads = gridDim.x * blockDim.x;
-  for (int n = thread; n < s.ctas * (kOwnWarps + 1); n += threads) {
-    const bool single = n < s.ctas * kOwnWarps;
-    const int c = single ? n : n - s.ctas * kOwnWarps;
-    const KeyRange span = single ? own.span(c) : shared.span(c);
-    const int from = span.begin >= span.end ? 0
-                     : single               ? last_before(own_line, owners, span.begin)
-                                            : last_before(group_line, index, span.begin);
-    (single ? s.own_starts : s.group_starts)[c] = make_int4(span.begin, span.end, from, 0);
+  for (int c = thread; c < s.ctas * kOwnWarps; c += threads) {
+    const KeyRange span = own.span(c);
+    OwnStart start = {};
+    start.span = make_int4(span.begin, span.end, 0, 0);
+    if (span.begin < span.end) {
+      const int from = last_before(own_line, owners, span.begin);
+      start.span.z = from;
+      start.request = Place(p, d, s, own_place[from]).own;
+      start.request.line = own_line[from];
+    }
+    s.own_starts[c] = start;
+  }
+  for (int c = thread; c < s.ctas; c += threads) {
+    const KeyRange span = shared.span(c);
+    const int from = span.begin < span.end ? last_before(group_line, index, span.begin) : 0;
+    s.group_starts[c] = make_int4(span.begin, span.end, from, 0);
   }
 #pragma unroll 1
   for (int n = thread; n < batch * s.most_tokens * heads; n += threads) {
     const int row = n / heads, head = n - row * heads;
     const int place = row / s.most_tokens, in_request = row - place * s.most_tokens;
-    const Member member = place_of[place];
+    const Place of(p, d, s, place);
     MergeUnit unit = {};
     unit.total = -1;
-    if (in_request < member.q_len) {
-      const int at = s.order ? s.order[place] : place;
-      unit.token = p.cu_seqlens_q[at] + in_request, unit.total = 0;
-      if (member.own) {
-        const int begin = own_line[member.own_index];
-        const int each = (own_line[member.own_index + 1] - begin) / heads;
-        const int2 found = own.owners(begin + head * each, begin + (head + 1) * each);
-        unit.first[kLevels] = own_partial_row(p, d, s, member.own_index, head, found.x) +
-                              in_request * p.group;
+    if (in_request < of.own.q_len) {
+      unit.token = of.own.q_begin + in_request, unit.total = 0;
+      if (of.own.tiles) {
+        const int first = own_line[own_index[place]] + head * of.own.tiles;
+        const int2 found = own.owners(first, first + of.own.tiles);
+        unit.first[kLevels] =
+            own_partial_row(p, d, s, place, head, found.x) + in_request * p.group;
         unit.total = unit.count[kLevels] = found.y;
       }
 #pragma unroll
       for (int l = 0; l < kLevels; ++l) {
-        if (l >= member.depth) break;
-        const int leader = place + (s.tree ? min(0, s.tree[l * batch + place].x) : -place);
+        if (l >= of.depth) break;
+        const int leader = place + min(0, of.node[l].x);
         const int which = group_at[l][leader];
         const int2 keys = node_of(s, batch, l, leader);
-        const int begin = l ? node_of(s, batch, l - 1, leader).y : 0;
+        const int begin = l ? of.node[l ? l - 1 : 0].y : 0;
         const int blocks = (keys.y - begin + kShareKeys - 1) / kShareKeys;
-        const int before = tokens_before[l][leader];
-        const int count = tokens_before[l][min(leader + keys.x, batch)] - before;
+        const int ahead = tokens_before[l][leader];
+        const int count = tokens_before[l][min(leader + keys.x, batch)] - ahead;
         const int token = l * p.total_q + tokens_before[l][place] + in_request;
-        const int block = (token - l * p.total_q - before) / (2 * half_tokens(p));
-        const RowBlock taken(p, l * p.total_q + before, count, block);
+        const int block = (token - l * p.total_q - ahead) / (2 * half_tokens(p));
+        const RowBlock taken(p, l * p.total_q + ahead, count, block);
         const int first = group_line[which] + (block * heads + head) * blocks;
         const int2 found = shared.owners(first, first + blocks);
         unit.first[l] =
@@ -238,7 +246,7 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
         unit.total += unit.count[l];
       }
       // Its only part is the result, and is there already.
-      if (member.depth == 0 && unit.total == 1) unit.total = -1;
+      if (of.depth == 0 && unit.total == 1) unit.total = -1;
     }
     s.units[n] = unit;
   }

@@ -27,6 +27,7 @@ _TILING = Tiling(0, 0, 0, 0)
 _OWN_BOX, _WIDTH = 16, 64  # keys of a box; elements of 128 bytes
 _WIDE = 16
 _MOST_MAPS = 1024
+_LARGEST_PREFETCH = 1 << 20  # bytes of a block table
 _LOG2E = 1.4426950408889634
 _SMALLEST_SCALE = 1e-30  # it meets -inf
 
@@ -84,9 +85,14 @@ class _Placement:
             self.out_step = problem.head_dim_v * problem.out_type.itemsize
         else:
             self.out_step = arrays.out[2][0] | arrays.out[2][1]
+        assert arrays.block_table is not None
+        (rows, columns), _, (stride, _) = arrays.block_table
+        table_bytes = (rows - 1) * stride + columns * 4
+        ahead = table_bytes if table_bytes <= _LARGEST_PREFETCH else 0
         self._encoded: dict[tuple[int, int], tuple[bytes, ...]] = {}
         self.decode = tuple(
-            _decode_params(problem, plan, whole_boxes=int(whole), out_wide=wide) for wide in (0, 1)
+            _decode_params(problem, plan, whole_boxes=int(whole), out_wide=wide, table_bytes=ahead)
+            for wide in (0, 1)
         )
 
     def encoded(self, device: Device, k: Any, v: Any) -> tuple[bytes, ...]:

@@ -25,7 +25,7 @@ SHARED_PARAMS = ParamsLayout(
     *(
         (name, "ptr")
         for name in (
-            *("order", "tree", "own_line", "own", "own_starts", "group_line", "groups"),
+            *("order", "tree", "own", "own_starts", "group_line", "groups"),
             *("group_starts", "tokens", "units", "partial_out", "partial_state", "arrivals"),
         )
     ),

@@ -101,11 +101,11 @@ struct RowBlock {
   }
 };
 
-// Of partial results of own keys; `index` of those that have some.
+// Of partial results of own keys.
 __device__ __forceinline__ int own_partial_row(const AttentionParams &p, const DecodeParams &d,
-                                               const SharedParams &s, int index, int head,
+                                               const SharedParams &s, int place, int head,
                                                int worker) {
-  return s.tile_rows + (index * p.heads_kv + head + worker) * d.row_block;
+  return s.tile_rows + (place * p.heads_kv + head + worker) * d.row_block;
 }
 
 // The pieces of a span of shared keys, one after the other.

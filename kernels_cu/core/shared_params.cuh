@@ -19,15 +19,32 @@ struct __align__(16) MergeUnit {
   i32 unused[3];
 };
 
+// A request with keys of its own.
+struct __align__(16) OwnRequest {
+  i32 q_begin, q_len, kv_len;
+  i32 first_key;     // of its own
+  i32 request;
+  i32 place_levels;  // 4 times its place, and how many levels it shares
+  i32 line, tiles;   // of the first KV head, on the line; of each head
+
+  __device__ __forceinline__ int place() const { return place_levels >> 2; }
+  __device__ __forceinline__ int levels() const { return place_levels & 3; }
+};
+
+// What a warp takes of them.
+struct __align__(16) OwnStart {
+  int4 span;  // begin and end, index of the first request
+  OwnRequest request;
+};
+
 struct SharedParams {
   const i32 *order;    // [batch] request of each place, or null: as they stand
   const int2 *tree;    // [levels, batch] of a place: members of the group that begins here, 0: in no
                        // group, -n: n places behind the first; then where its keys end. Or null: all
                        // requests share common_keys
   // Made by schedule_shared.cu
-  i32 *own_line;       // [batch + 1] tiles before each request that has own keys, of all KV heads
-  int4 *own;           // [batch, 2] of those: q_begin, q_len, kv_len, first own key; request, levels
-  int4 *own_starts;    // [4 * ctas] of each warp: begin and end of its span, request of `own`
+  OwnRequest *own;       // [batch], of those that have some
+  OwnStart *own_starts;  // [4 * ctas]
   i32 *group_line;     // [levels * batch + 1] blocks of shared keys before each group
   int4 *groups;        // [levels * batch, 2] first key, last key + 1, first of `tokens`, how many;
                        // request

@@ -26,8 +26,10 @@ struct OwnKeys : DecodeProducts<V> {
   u32 ring;
   const u32 barrier;
   const int worker;  // of all warps for own keys
-  int at, end, index;     // on the line; of the request there
-  int next, next_index;   // to ask for
+  int at, end;  // on the line
+  int next;     // to ask for
+  OwnRequest now;         // of `at`
+  int index, next_index;  // of `now`; of the lane's tile
   int stage = 0;
   u32 parity = 0;
 
@@ -48,7 +50,8 @@ struct OwnKeys : DecodeProducts<V> {
         ring(base + S::kRings + threadIdx.x / 32 * kStages * kStageBytes),
         barrier(base + S::kOwnFull + threadIdx.x / 32 * kStages * 8),
         worker(blockIdx.x * kOwnWarps + threadIdx.x / 32) {
-    const int4 start = s.own_starts[worker];
+    const int4 start = s.own_starts[worker].span;
+    now = s.own_starts[worker].request;
     at = next = start.x, end = start.y, index = next_index = start.z;
     asm("" : "+r"(ring));  // or `base` takes a register of its own all along
   }
@@ -57,22 +60,19 @@ struct OwnKeys : DecodeProducts<V> {
     return ring - S::kRings - threadIdx.x / 32 * kStages * kStageBytes;
   }
 
-  __device__ __forceinline__ void look_up() {
+  // `found`: the request of `next`, or one before.
+  __device__ __forceinline__ void look_up(OwnRequest found) {
     const int tile = (next & ~31) + lane;
     ahead.boxes = 0;
     if (tile < next || tile >= end) return;
-    int first = s.own_line[next_index], last = s.own_line[next_index + 1];
-    while (tile >= last) first = last, last = s.own_line[++next_index + 1];
-    const int tiles = (last - first) / p.heads_kv;
-    const int4 found = s.own[2 * next_index];
-    const int request = s.own[2 * next_index + 1].x;
-    ahead.head = (tile - first) / tiles;
-    const int key = found.w + (tile - first - ahead.head * tiles) * kKeys;
+    while (tile >= found.line + found.tiles * p.heads_kv) found = s.own[++next_index];
+    ahead.head = (tile - found.line) / found.tiles;
+    const int key = found.first_key + (tile - found.line - ahead.head * found.tiles) * kKeys;
     const i32 *const row =
-        reinterpret_cast<const i32 *>(p.block_table + request * p.table_row_stride);
+        reinterpret_cast<const i32 *>(p.block_table + found.request * p.table_row_stride);
 #pragma unroll
     for (int i = 0; i < kBoxes; ++i) {
-      if (key + i * 16 >= found.z) break;
+      if (key + i * 16 >= found.kv_len) break;
       const int box_key = key + i * 16;
       const int column = d.page_shift >= 0 ? box_key >> d.page_shift : box_key / p.page_size;
       ahead.block[i] = row[column];
@@ -85,7 +85,7 @@ struct OwnKeys : DecodeProducts<V> {
   __device__ __forceinline__ void ask(int stage) {
     if (next >= end) return;
     const int source = next & 31;
-    if (source == 0) look_up();
+    if (source == 0 && next != at) look_up(s.own[next_index]);
     // A tile has a key, so of one box nothing needs to be known.
     const int boxes = kBoxes == 1 ? 1 : __shfl_sync(kAll, ahead.boxes, source);
     const int head = __shfl_sync(kAll, ahead.head, source);
@@ -117,31 +117,29 @@ struct OwnKeys : DecodeProducts<V> {
   }
 
   __device__ __forceinline__ void run() {
-    if (next & 31) look_up();
+    if (at >= end) return;
+    look_up(now);
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) ask(i);
+    Rows rows;
+    fetch(rows);
 #pragma unroll 1
-    while (at < end) {
-      int line = s.own_line[index], behind = s.own_line[index + 1];
-      if (at >= behind) line = behind, behind = s.own_line[++index + 1];
-      const int tiles = (behind - line) / p.heads_kv;
-      const int4 found = s.own[2 * index], more = s.own[2 * index + 1];
-      const int head = (at - line) / tiles, first = line + head * tiles;
-      const int stop = min(end, first + tiles), count = found.y * p.group;
-      const Request request = {more.x, found.x, found.y, 0, found.z};
-      Rows rows;
+    while (true) {
+      const OwnRequest of = now;
+      const int head = (at - of.line) / of.tiles, first = of.line + head * of.tiles;
+      const int stop = min(end, first + of.tiles), count = of.q_len * p.group;
+      if (stop < end && stop >= of.line + of.tiles * p.heads_kv) now = s.own[++index];
       DecodeState<V> state;
-      rows.fetch(p, d, request, head, 0, count);
-      rows.prepare(p, d, request, head, 0, count);
-      rows.kv_begin = max(rows.kv_begin, found.w);
-      rows.free_begin = max(rows.free_begin, found.w);
+      rows.prepare(p, d, as_request(of), head, 0, count);
+      rows.kv_begin = max(rows.kv_begin, of.first_key);
+      rows.free_begin = max(rows.free_begin, of.first_key);
 #pragma unroll
       for (int j = 0; j < kRowTiles; ++j) rows.slope[j][0] = rows.slope[j][1] = 0.f;  // no registers
       state.clear();
-      const bool whole = at == first && stop == first + tiles;
+      const bool final = at == first && stop == first + of.tiles && of.levels() == 0;
 #pragma unroll 1
       for (; at < stop; ++at) {
-        const int key = found.w + (at - first) * kKeys;
+        const int key = of.first_key + (at - first) * kKeys;
         mbarrier_wait(barrier + stage * 8, parity);
         const u32 tile = ring + stage * kStageBytes;
         if (rows.all_see(key, kKeys)) {
@@ -153,14 +151,27 @@ struct OwnKeys : DecodeProducts<V> {
         ask(stage);
         if (++stage == kStages) stage = 0, parity ^= 1;
       }
-      finish(state, request, head, count, whole && more.y == 0);
+      // The next queries are asked for before the results are stored.
+      if (at < end) fetch(rows);
+      finish(state, of, head, count, final);
+      if (at >= end) return;
     }
   }
 
-  __device__ __forceinline__ void finish(const DecodeState<V> &state, const Request &request,
+  __device__ __forceinline__ static Request as_request(const OwnRequest &r) {
+    return {r.request, r.q_begin, r.q_len, 0, r.kv_len};
+  }
+
+  // The queries of `at`, unused yet.
+  __device__ __forceinline__ void fetch(Rows &rows) const {
+    const int head = (at - now.line) / now.tiles;
+    rows.fetch(p, d, as_request(now), head, 0, now.q_len * p.group);
+  }
+
+  __device__ __forceinline__ void finish(const DecodeState<V> &state, const OwnRequest &of,
                                          int head, int rows, bool final) const {
     const int g = lane / 4, q = lane % 4;
-    const i64 partial = own_partial_row(p, d, s, index, head, worker);
+    const i64 partial = own_partial_row(p, d, s, of.place(), head, worker);
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
@@ -181,15 +192,15 @@ struct OwnKeys : DecodeProducts<V> {
           if (g == 0) s.partial_state[partial + row] = make_float2(state.top[j][x], sum);
           continue;
         }
-        const int in_request = token_of(d, row), of = head * p.group + row - in_request * p.group;
-        const i64 token = static_cast<i64>(request.q_begin) + in_request;
+        const int in_request = token_of(d, row), q_head = head * p.group + row - in_request * p.group;
+        const i64 token = static_cast<i64>(of.q_begin) + in_request;
         float lse = lse_of(state.top[j][x], sum);
         if (p.sink) {
-          const float2 both = with_sink(lse, load_sink(p, of));
+          const float2 both = with_sink(lse, load_sink(p, q_head));
           norm *= both.x, lse = both.y;
         }
         u16 *const to = reinterpret_cast<u16 *>(p.out + token * p.out_token_stride +
-                                                of * p.out_head_stride);
+                                                q_head * p.out_head_stride);
 #pragma unroll
         for (int n = 0; n < kSteps; ++n) {
           const u32 pair = pack_pair<V::kCompute>(state.acc[n][j][x] * norm,
@@ -197,7 +208,7 @@ struct OwnKeys : DecodeProducts<V> {
           if (n * 16 + g < p.head_dim_v) to[n * 16 + g] = static_cast<u16>(pair);
           if (n * 16 + g + 8 < p.head_dim_v) to[n * 16 + g + 8] = static_cast<u16>(pair >> 16);
         }
-        if (g == 0) store_lse(p, token, of, lse);
+        if (g == 0) store_lse(p, token, q_head, lse);
       }
     }
   }
