@@ -19,12 +19,12 @@ from .runtime.arrays import array_module, on_stream
 from .runtime.attention_launch import usable_bytes
 from .runtime.attention_plan import ATTENTION_PARAMS
 from .runtime.call import Call
+from .runtime.decode_bounds import decode_plans
 from .runtime.decode_launch import HEADER_BYTES, attend_decode, layout_refusal
 from .runtime.decode_plan import (
     LARGEST_SCAN,
     PREFIX_EXTRA,
     DecodePlan,
-    decode_plans,
     decode_refusal,
     make_decode_plan,
     most_decode_rows,
@@ -51,6 +51,7 @@ from .runtime.rules.latent import is_latent
 __all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
 
 _HEADER = HEADER_BYTES // 4
+_DECODE = "Hopper decode"
 _WIDE = 16
 _ALIGNED = (0, 0, 0, 0)
 
@@ -97,7 +98,7 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
 
 def _table(call: Call, plan: DecodePlan, scheduler_metadata: Any) -> Any:
     """The table of a schedule that was made ahead, if it has one."""
-    if not plan.has_table or scheduler_metadata is None:
+    if not plan.has_table or scheduler_metadata is None or call.problem.batch_invariant:
         return None
     table = getattr(scheduler_metadata, "buffer", scheduler_metadata)
     return table if table.size >= _HEADER + call.problem.batch + PREFIX_EXTRA else None
@@ -128,11 +129,15 @@ def _make_plans(
         return limit is None or nbytes <= limit
 
     decodes = not layout_refusal(layout, offsets[:3])
+    no_prefill = prefill_refusal(problem, info) or prefill_layout_refusal(layout, offsets)
+    if problem.batch_invariant and no_prefill:
+        return None, None  # one kernel for requests of the same length, whatever the others'
     if decodes and not decode_refusal(problem, info):
         decode = make_decode_plan(problem, info, *limits)
         if fits(decode.attend.workspace_bytes):
             return decode, None
-    if prefill_refusal(problem, info) or prefill_layout_refusal(layout, offsets):
+        _refuse_other_bits(problem, decode.attend.workspace_bytes)
+    if no_prefill:
         return None, None
     short = _short_requests(problem, info) if decodes else None
     if short is not None:
@@ -147,8 +152,17 @@ def _make_plans(
         )
         if fits(prefill.attend.workspace_bytes):
             return decode.with_workspace(prefill.attend.workspace_bytes), prefill
+        _refuse_other_bits(problem, prefill.attend.workspace_bytes)
     prefill = make_prefill_plan(problem, info, *limits)
     return None, prefill if fits(prefill.attend.workspace_bytes) else None
+
+
+def _refuse_other_bits(problem: AttentionProblem, nbytes: int) -> None:
+    if problem.batch_invariant:
+        raise ValueError(
+            f"workspace is too small: batch_invariant=True needs {nbytes} bytes for these bounds, "
+            "as keys are cut by their own lengths alone; pass workspace_size(bounds) bytes, or none"
+        )
 
 
 def _short_requests(problem: AttentionProblem, info: DeviceInfo) -> AttentionProblem | None:
@@ -156,7 +170,8 @@ def _short_requests(problem: AttentionProblem, info: DeviceInfo) -> AttentionPro
 
     A batch in which every request may be as long as the longest is taken as one without.
     """
-    if problem.total_q >= problem.batch * problem.max_seqlen_q:
+    every = problem.total_q >= problem.batch * problem.max_seqlen_q
+    if every and not problem.batch_invariant:
         return None
     tokens = max(1, most_decode_rows(problem) // problem.group_size)
     short = replace(problem, max_seqlen_q=min(tokens, problem.max_seqlen_q))
@@ -168,15 +183,18 @@ def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
     if problem.has_q_v:
         return mla_note(problem, info)
     no_decode, no_prefill = decode_refusal(problem, info), prefill_refusal(problem, info)
+    if problem.batch_invariant and no_prefill:
+        no_decode = "batch_invariant=True: longer requests could not have a kernel like it"
     if not no_decode:
-        return "Hopper decode"
+        return _DECODE
     if no_prefill:
         return f"portable; not Hopper decode: {no_decode}; not Hopper prefill: {no_prefill}"
     name = "Hopper 8-bit prefill" if problem.kv_type.is_fp8 else "Hopper prefill"
     short = _short_requests(problem, info)
     if short is None:
         return f"{name}; not Hopper decode: {no_decode}"
-    return f"{name}; requests of at most {short.max_seqlen_q} queries by Hopper decode"
+    tokens = short.max_seqlen_q
+    return f"{name}; requests of at most {tokens} queries by Hopper decode, at the same time"
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
@@ -190,7 +208,7 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
     beside = max((plan.workspace_bytes for plan in prefill), default=0)
     decode = decode_plans(problem, info, beside)
     portable = prefill + portable_plans(problem, info)
-    if not decode_refusal(problem, info):
+    if kernel_note(problem, info) == _DECODE:
         first = make_decode_plan(problem, info).attend
         decode.sort(key=lambda plan: plan.variant != first.variant)
         return decode + portable
@@ -233,7 +251,7 @@ def write_schedule(bounds: Any, seqused_k: Any, cu_seqlens_q: Any, out: Any, str
     table = device.pointer(out) + HEADER_BYTES
     packed = (
         ATTENTION_PARAMS.pack(*values.values()),
-        DECODE_PARAMS.pack(0, 0, 0, table, *plan.numbers, 0, 0, *plan.times),
+        DECODE_PARAMS.pack(0, 0, 0, table, *plan.numbers, 0, 0, 0, *plan.times),
     )
     args = KernelArgs(packed, (seqused_k, cu_seqlens_q, out))
     launch(device, plan.schedule, args, stream_handle(stream))

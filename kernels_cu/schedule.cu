@@ -16,7 +16,7 @@ extern "C" __global__ void __launch_bounds__(kScheduleThreads) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d) {
   __shared__ i32 scratch[3 * kScheduleThreads / 32 + 2];
   if (d.arrivals) {
-    for (int i = threadIdx.x; i < d.spans; i += kScheduleThreads) d.arrivals[i] = 0;
+    for (int i = threadIdx.x; i < d.counters; i += kScheduleThreads) d.arrivals[i] = 0;
   }
   if (!d.prefix) return;
   BatchTotals totals = {};

@@ -69,11 +69,15 @@ def check(case, **options):
 @settings(max_examples=250)
 @given(
     case=decode_cases(), order=st.integers(0, 9), num_splits=st.sampled_from([0, 0, 1, 2, 5]),
-    num_sms=st.sampled_from([4, 1, 20]),
+    num_sms=st.sampled_from([4, 1, 20]), invariant=st.sampled_from([False, False, True]),
 )  # fmt: skip
-def test_any_case_in_any_order_of_warps(case, order, num_splits, num_sms):
+def test_any_case_in_any_order_of_warps(case, order, num_splits, num_sms, invariant):
+    options = {"num_splits": num_splits, "batch_invariant": invariant}
     with emulated("sm_90", num_sms=num_sms, seed=order):
-        check(case, num_splits=num_splits)
+        if invariant:
+            case.make().check(flash_attn_varlen_func, fa_version=3, **options)
+        else:
+            check(case, **options)
 
 
 PLAIN = Case(
@@ -200,9 +204,6 @@ def test_what_the_kernel_does_not_take_is_served_all_the_same():
         with emulated("sm_90"):
             case.make().check(flash_attn_varlen_func, fa_version=3)
             assert not runs_decode()
-    with emulated("sm_90"):
-        PLAIN.make().check(flash_attn_varlen_func, fa_version=3, batch_invariant=True)
-        assert not runs_decode()
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30])

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_emul_attention import bits
 from test_emul_decode_sm90 import PLAIN, decode_cases
+from test_emul_invariant_sm90 import CASES
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.fa_version import is_fa_version_supported
@@ -23,13 +24,16 @@ def _hopper():
 
 
 @settings(max_examples=200)
-@given(case=decode_cases(), num_splits=st.sampled_from([0, 0, 1, 2, 5]))
+@given(
+    case=decode_cases(), num_splits=st.sampled_from([0, 0, 1, 2, 5]),
+    invariant=st.sampled_from([False, False, True]),
+)  # fmt: skip
 @pytest.mark.parametrize("share", range(6))
-def test_any_case(case, num_splits, share):
+def test_any_case(case, num_splits, invariant, share):
     import cupy
 
     inputs = case.make(cupy)
-    options = {"num_splits": num_splits, "fa_version": 3}
+    options = {"num_splits": num_splits, "fa_version": 3, "batch_invariant": invariant}
     first = inputs.call(flash_attn_varlen_func, **options)
     inputs.expected().check(*first)
     assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
@@ -69,6 +73,29 @@ def test_ten_thousand_repeats():
         flash_attn_varlen_func(**inputs.args, out=out[i], fa_version=3)
     rows = out.view(cupy.uint16)[:, : sum(inputs.case.q_lens)]
     assert bool((rows == rows[:1]).all())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_request_alone_has_the_bits_it_has_in_company(name):
+    import cupy
+
+    case = CASES[name].replace(lengths=(*CASES[name].lengths, (1, 30_000), (1, 8192)))
+    inputs, options = case.make(cupy), {"fa_version": 3, "batch_invariant": True}
+    out, lse = inputs.call(flash_attn_varlen_func, **options)
+    inputs.expected().check(out, lse)
+    args, starts = inputs.args, inputs.args["cu_seqlens_q"].get()
+    for request in range(len(case.lengths)):
+        rows, taken = slice(starts[request], starts[request + 1]), slice(request, request + 1)
+        alone = {
+            "q": args["q"][rows],
+            "cu_seqlens_q": cupy.asarray([0, rows.stop - rows.start], cupy.int32),
+            "seqused_k": args["seqused_k"][taken],
+            "block_table": args["block_table"][taken],
+        }
+        more = {**args, **alone, "return_softmax_lse": True}
+        found = flash_attn_varlen_func(**more, **options)
+        assert found[0].get().tobytes() == out[rows].tobytes()
+        assert found[1].get().tobytes() == lse[:, rows].tobytes()
 
 
 @pytest.mark.parametrize("batch", [500, 1024, 3000])

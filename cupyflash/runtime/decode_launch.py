@@ -60,7 +60,8 @@ class Placement:
             table_bytes = (rows - 1) * stride + columns * 4
         ahead = table_bytes if table_bytes <= _LARGEST_PREFETCH else 0
         self.tails = tuple(
-            DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide, *plan.times) for wide in (0, 1)
+            DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide, plan.near, *plan.times)
+            for wide in (0, 1)
         )
         self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 
@@ -175,7 +176,8 @@ def _queue(
     packed = pack_attention(call, device, *found, None, _TILING)
     start = 0 if block is None else device.pointer(block)
     partials = (start, start + plan.state_at) if plan.splits else (0, 0)
-    cleared = start + plan.counters_at if plan.splits and counters is None else 0
+    own = plan.splits and (plan.many or counters is None)
+    cleared = start + plan.counters_at if own else 0
     made = start + plan.table_at if plan.has_table and table is None else 0
     arrivals = cleared or (device.pointer(counters) if plan.splits else 0)
     wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0

@@ -18,8 +18,8 @@ __all__ = [
     "LARGEST_SCAN",
     "PREFIX_EXTRA",
     "DecodePlan",
-    "decode_plans",
     "decode_refusal",
+    "head_bucket",
     "make_decode_plan",
     "most_decode_rows",
     "schedule_plan",
@@ -40,6 +40,8 @@ _FEW_SEGMENTS = 4  # up to which one block a multiprocessor leaves fewer pieces 
 _ALIGN_BYTES = 1_600_000_000  # of keys and values; past it spans of equal length win
 _CONTIGUOUS = 256  # bytes of neighbouring heads that are worth reading together
 _MOST_TILES = 1 << 31
+_NEAR = 4
+_CHUNKS = 16  # of a request's keys, with batch_invariant=True
 _LINE = 256  # bytes
 _ANY_ROWS = (1 << 31) - 1
 
@@ -55,6 +57,8 @@ class DecodePlan:
         Before it, if there is a table to be made or counters to be set to 0.
     splits : bool
         Whether segments may be split, and leave partial results.
+    many : bool
+        Whether there are more counters than a stream has.
     has_table : bool
         Whether schedule.cu adds the lengths up, and not every block.
     state_at, table_at, counters_at : int
@@ -62,8 +66,10 @@ class DecodePlan:
         of arrivals if there are no others.
     numbers : tuple of int
         The fields of ``DecodeParams`` after its pointers, up to the block table's.
+    near : int
+        Tiles ahead of those on their way that a warp brings into the L2.
     times : tuple of float
-        Its last fields.
+        The last fields of ``DecodeParams``.
     box_rows, k_panels, v_panels : int
         Keys of a TMA box; panels of 128 bytes that are loaded of a row.
     whole_boxes : bool
@@ -73,11 +79,13 @@ class DecodePlan:
     attend: Plan
     schedule: Plan
     splits: bool
+    many: bool
     has_table: bool
     state_at: int
     table_at: int
     counters_at: int
     numbers: tuple[int, ...]
+    near: int
     times: tuple[float, float, float]
     box_rows: int
     k_panels: int
@@ -98,8 +106,6 @@ def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
     """Why the decode kernel does not serve a problem; empty where it does."""
     if info.capability != (9, 0):
         return "it is for compute capability 9.0"
-    if problem.batch_invariant:
-        return "batch_invariant=True: its spans depend on the other requests"
     if not problem.batch or not problem.total_q:
         return "there are no queries"
     most = most_decode_rows(problem)
@@ -115,10 +121,11 @@ def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
 
 def most_decode_rows(problem: AttentionProblem) -> int:
     """Queries times heads of a group that a request may have."""
-    return row_tiles(_bucket(problem))[-1]
+    return row_tiles(head_bucket(problem))[-1]
 
 
-def _bucket(problem: AttentionProblem) -> int:
+def head_bucket(problem: AttentionProblem) -> int:
+    """The compiled head size that serves a problem."""
     widest = max(problem.head_dim, problem.head_dim_v)
     return next(bucket for bucket in BUCKETS if widest <= bucket)
 
@@ -132,10 +139,11 @@ def _tokens(problem: AttentionProblem) -> int:
 
 def _tile(problem: AttentionProblem, alone: bool = False) -> DecodeTile:
     """``alone``: one block has a multiprocessor."""
-    cache, head_dim = problem.kv_type, _bucket(problem)
+    cache, head_dim = problem.kv_type, head_bucket(problem)
+    tiles, compute = row_tiles(head_dim), FP16 if cache.is_fp8 else cache
+    if problem.batch_invariant:  # one kernel for all bounds
+        return DecodeTile(compute, cache, head_dim, tiles[-1])
     rows = _tokens(problem) * problem.group_size
-    tiles = row_tiles(head_dim)
-    compute = FP16 if cache.is_fp8 else cache
     fitting = next((r for r in tiles if rows <= r), tiles[-1])
     return DecodeTile(compute, cache, head_dim, fitting, warp_counts(head_dim)[-1 if alone else 0])
 
@@ -145,6 +153,8 @@ def _side_by_side(problem: AttentionProblem, info: DeviceInfo) -> int:
 
     Not where it leaves too few segments: a split one costs more than the rows gain.
     """
+    if problem.batch_invariant:
+        return 1
     row, heads = problem.head_dim * problem.kv_type.itemsize, 1
     while heads < 4 and heads * row < _CONTIGUOUS:
         fewer, rest = divmod(problem.num_heads_kv, 2 * heads)
@@ -167,8 +177,9 @@ def make_decode_plan(
     launch, which runs beside this one.
     """
     unit, mixed = _side_by_side(problem, info), most_rows < _ANY_ROWS
+    invariant = problem.batch_invariant
     segments = problem.batch * problem.num_heads_kv // unit
-    alone = mixed or _bucket(problem) > 128 or segments <= _FEW_SEGMENTS
+    alone = mixed or head_bucket(problem) > 128 or (segments <= _FEW_SEGMENTS and not invariant)
     tile, blocks = _tile(problem, alone), 1 if alone else 2  # a multiprocessor
     row_block = min(tile.rows, max(1, _tokens(problem) * problem.group_size))
     table = problem.batch > LARGEST_SCAN
@@ -176,7 +187,7 @@ def make_decode_plan(
     slot_bytes = 2 * unit * row_block * (problem.head_dim_v + 2) * 4
     pieces, most = problem.num_splits, min(info.num_sms * blocks, COUNTERS)
     spans = min(most, max(0, workspace_limit - prefix_bytes) // (slot_bytes + 4))
-    if spans < min(segments, most) or spans < 2:
+    if invariant or spans < min(segments, most) or spans < 2:
         pieces, spans = 1, most
     room = (info.smem_optin + _RESERVED) // blocks - _RESERVED
     per_stage = tile.warps * (tile.stage_bytes + 8)
@@ -192,6 +203,7 @@ def make_decode_plan(
     k_panels, v_panels, whole = _panels(problem, tile, box_rows)
     tile_bytes = tile.keys * unit * problem.kv_type.itemsize
     tile_bytes *= problem.head_dim + problem.head_dim_v
+    counters = problem.batch * problem.num_heads_kv if invariant else spans
     numbers = (
         spans,
         _log2(tile.keys),
@@ -201,6 +213,8 @@ def make_decode_plan(
         _log2(tile.warps // unit),
         min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
         pieces,
+        _CHUNKS if invariant else 0,
+        counters,
         most_rows,
         stages,
         _log2(box_rows),
@@ -211,11 +225,12 @@ def make_decode_plan(
         _page_shift(problem.page_size or 1),
         -(-(1 << 32) // problem.group_size) % (1 << 32),
     )
-    rows = 2 * spans * unit * row_block if pieces != 1 else 0
+    slots = counters * _CHUNKS if invariant else 2 * spans if pieces != 1 else 0
+    rows = slots * unit * row_block
     state_at = rows * problem.head_dim_v * 4
     table_at = state_at + rows * 8
     counters_at = table_at + prefix_bytes
-    nbytes = counters_at + (_round16(spans * 4) if rows else 0)
+    nbytes = counters_at + (_round16(counters * 4) if rows else 0)
     smem_bytes = stages * per_stage + rest
     threads = 32 * tile.warps
     attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, nbytes, True)
@@ -223,11 +238,13 @@ def make_decode_plan(
         attend=attend,
         schedule=schedule_plan(problem.batch),
         splits=rows > 0,
+        many=counters >= COUNTERS,
         has_table=table,
         state_at=state_at,
         table_at=table_at,
         counters_at=counters_at,
         numbers=numbers,
+        near=_NEAR if mixed else 0,
         times=beside_prefill(problem, tile_bytes) if mixed else ALONE,
         box_rows=box_rows,
         k_panels=k_panels,
@@ -268,29 +285,3 @@ def _panels(problem: AttentionProblem, tile: DecodeTile, box_rows: int) -> tuple
         return tile.panels, tile.panels, whole
     k_panels, v_panels = (-(-size // width) for size in sizes)
     return k_panels, v_panels, whole
-
-
-def decode_plans(problem: AttentionProblem, info: DeviceInfo, beside: int = 0) -> list[Plan]:
-    """Every launch of the decode kernel that calls within a problem's bounds may need.
-
-    Their workspace is enough for any of the calls, and ``beside`` bytes more for prefill launches
-    that take the longer requests.
-    """
-    if info.capability != (9, 0) or problem.batch_invariant or not problem.batch:
-        return []
-    plans, tiles = [], row_tiles(_bucket(problem))
-    for rows in tiles:
-        tokens = min(problem.max_seqlen_q, rows // problem.group_size)
-        if tokens:
-            largest = replace(problem, max_seqlen_q=tokens)
-            if not decode_refusal(largest, info):
-                plans.append(make_decode_plan(largest, info).attend)
-                if beside and tokens < problem.max_seqlen_q:
-                    mixed = make_decode_plan(largest, info, most_rows=tokens * problem.group_size)
-                    behind = workspace_behind(mixed.attend) + beside
-                    plans.append(mixed.with_workspace(behind).attend)
-    nbytes = max((plan.workspace_bytes for plan in plans), default=0)
-    found = list(plans)
-    if problem.batch > LARGEST_SCAN:
-        found.append(schedule_plan(problem.batch))
-    return [replace(plan, workspace_bytes=nbytes) for plan in found]

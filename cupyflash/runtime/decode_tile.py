@@ -25,22 +25,15 @@ DECODE_PARAMS = ParamsLayout(
     *(
         (name, "i32")
         for name in (
-            *(
-                "spans",
-                "tile_shift",
-                "row_block",
-                "units",
-                "unit_shift",
-                "fewest_shift",
-                "align_most",
-            ),
-            *("most_pieces", "most_rows", "stages", "box_shift", "k_panels", "v_panels"),
-            *("whole_boxes", "column_shift", "page_shift"),
+            *("spans", "tile_shift", "row_block", "units", "unit_shift", "fewest_shift"),
+            *("align_most", "most_pieces", "chunks", "counters", "most_rows", "stages"),
+            *("box_shift", "k_panels", "v_panels", "whole_boxes", "column_shift", "page_shift"),
         )
     ),
     ("group_inverse", "u32"),
     ("table_bytes", "i32"),
     ("out_wide", "i32"),
+    ("near", "i32"),
     *((name, "f32") for name in ("tile_time", "tile_floor", "pair_time")),
 )
 """The layout of ``core/decode_params.cuh``."""

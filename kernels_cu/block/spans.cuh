@@ -14,8 +14,20 @@ struct RequestWork {
   Request request;
   int first_tile, tiles;  // key tiles that some row sees: of every segment of the request
   int row_blocks;
-  int segments;  // row blocks of all units; 0: nothing to do here
+  int chunks;
+  int segments;  // chunks of row blocks of all units; 0: nothing to do here
 };
+
+// Chunks of equal length, of which a request has as many whatever the others are. Its tiles are
+// filled up with some that no row sees, so that warps take turns in all of them alike.
+__device__ __forceinline__ void cut_chunks(const DecodeParams &d, RequestWork &w) {
+  constexpr int kAlike = 8, kShortest = 16;
+  const int wanted = max(kShortest, (w.tiles + d.chunks - 1) / d.chunks);
+  const int tiles = (min(wanted, w.tiles) + kAlike - 1) / kAlike * kAlike;
+  w.chunks = (w.tiles + tiles - 1) / max(tiles, 1);
+  w.tiles = tiles;
+  w.segments *= w.chunks;
+}
 
 __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
                                                     const DecodeParams &d, int index) {
@@ -32,6 +44,8 @@ __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
   w.tiles = mine && keys.end > keys.begin ? ((keys.end - 1) >> d.tile_shift) - w.first_tile + 1 : 0;
   w.row_blocks = !mine ? 0 : rows <= d.row_block ? 1 : (rows + d.row_block - 1) / d.row_block;
   w.segments = w.row_blocks * d.units;
+  w.chunks = 1;
+  if (d.chunks && w.tiles) cut_chunks(d, w);
   return w;
 }
 

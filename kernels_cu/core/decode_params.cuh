@@ -6,7 +6,7 @@
 struct DecodeParams {
   float *partial_out;  // [2 * spans, unit * row_block, head_dim_v]
   float2 *partial_state;  // [2 * spans, unit * row_block] largest score to base 2, sum of weights
-  u32 *arrivals;       // [spans], 0 between launches
+  u32 *arrivals;       // [counters], 0 between launches
   i32 *prefix;         // [batch + 5] of schedule.cu, or null: every CTA adds the lengths up
   i32 spans;           // that there may be
   i32 tile_shift;      // log2 of the keys of a tile
@@ -16,6 +16,9 @@ struct DecodeParams {
   i32 fewest_shift;    // log2 of the tiles that a span has at least
   i32 align_most;      // tiles up to which equal segments are cut alike
   i32 most_pieces;     // of a segment; 0: as many as there are
+  i32 chunks;          // at most, that are segments of their own: cut by a request's own length
+                       // alone; 0: cut where spans end
+  i32 counters;        // of arrivals
   i32 most_rows;       // requests with more are left to another kernel
   i32 stages;          // tiles in flight, a warp
   i32 box_shift;       // log2 of the keys of a TMA box
@@ -26,6 +29,7 @@ struct DecodeParams {
   u32 group_inverse;   // 2^32 over the group size, rounded up; 0: the group is 1
   i32 table_bytes;     // of the block table, that are worth fetching ahead
   i32 out_wide;        // stores of four elements
+  i32 near;            // tiles from the one a warp asks for to the one it brings into the L2; 0: none
   // Nanoseconds of one multiprocessor; all 0 where the launch has the GPU for itself.
   float tile_time;   // for a tile
   float tile_floor;  // for a tile at the rate of the memory: of the whole GPU

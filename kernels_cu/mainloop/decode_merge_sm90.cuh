@@ -19,23 +19,30 @@ struct Piece {
   int first, last;  // of the segment
   int start, end;   // of the piece
   int first_key;    // of the segment
+  int chunk, chunks;
 
   // From tile `at` on, of a span up to tile `span_end`, where tile `line` is the request's first.
   __device__ __forceinline__ void begin(const AttentionParams &p, const DecodeParams &d,
                                         const RequestWork &w, int line, int at, int span_end) {
     const int segment = (at - line) / w.tiles;
     request = w.request;
-    unit = w.row_blocks == 1 ? segment : segment / w.row_blocks;
-    row_begin = (segment - unit * w.row_blocks) * d.row_block;
+    const int block = w.chunks == 1 ? segment : segment / w.chunks;
+    chunks = w.chunks;
+    chunk = segment - block * chunks;
+    unit = w.row_blocks == 1 ? block : block / w.row_blocks;
+    row_begin = (block - unit * w.row_blocks) * d.row_block;
     row_end = min(w.request.q_len * p.group, row_begin + d.row_block);
     first = line + segment * w.tiles;
     last = first + w.tiles;
     start = at;
     end = min(last, span_end);
-    first_key = w.first_tile << d.tile_shift;
+    first_key = (w.first_tile + chunk * w.tiles) << d.tile_shift;
   }
 
-  __device__ __forceinline__ bool whole() const { return start == first && end == last; }
+  // Of all keys of its rows.
+  __device__ __forceinline__ bool whole() const {
+    return start == first && end == last && chunks == 1;
+  }
 };
 
 template <class V>
@@ -93,7 +100,8 @@ class DecodeMerge {
         if (g == 0) states_[warp * 8 * kRowTiles + 8 * j + 2 * q + x] = {state.top[j][x], sum};
       }
     }
-    const int slot = 2 * cta + (piece.start == piece.first ? 1 : 0);
+    const int slot = piece.chunks > 1 ? piece_block(piece) * d.chunks + piece.chunk
+                                      : 2 * cta + (piece.start == piece.first ? 1 : 0);
 #pragma unroll 1
     for (int column = 0; column < p.head_dim_v; column += 1 << d.column_shift) {
       if (any) put_columns(state, piece.row_end - piece.row_begin, column);
@@ -105,6 +113,11 @@ class DecodeMerge {
   }
 
  private:
+  // Which of the (request, unit) pairs, where segments are cut into chunks; they have one row block.
+  __device__ __forceinline__ int piece_block(const Piece &piece) const {
+    return piece.request.index * d.units + piece.unit;
+  }
+
   __device__ __forceinline__ void put_columns(const DecodeState<V> &state, int rows,
                                               int column) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
@@ -231,8 +244,8 @@ class DecodeMerge {
   // ---- split segments
 
   __device__ __forceinline__ void merge_spans(const Spans &spans, const Piece &piece) const {
-    int first, count;
-    spans.owners(piece.first, piece.last, first, count);
+    int first = piece_block(piece), count = piece.chunks;
+    if (count == 1) spans.owners(piece.first, piece.last, first, count);
     const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
     // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
     // the grid is no larger than what runs at the same time.
@@ -270,11 +283,13 @@ class DecodeMerge {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int each = 1 << each_shift, sub = warp & (each - 1);
     const int side = all_row & ((1 << d.unit_shift) - 1), row = all_row >> d.unit_shift;
-    const i64 slots = d.row_block << (d.unit_shift + 1);  // rows from one span's to the next one's
-    const i64 opening = partial_row(2 * first + 1, side * d.row_block + row);
-    const auto row_of = [&](int part) {
-      return opening + (part == 0 ? 0 : part * slots - slots / 2);
-    };
+    // The first span's slot is its second one; chunks have one each.
+    const bool by_chunk = piece.chunks > 1;
+    const i64 slot_rows = d.row_block << d.unit_shift;
+    const i64 step = by_chunk ? slot_rows : 2 * slot_rows, back = by_chunk ? 0 : slot_rows;
+    const i64 opening =
+        partial_row(by_chunk ? first * d.chunks : 2 * first + 1, side * d.row_block + row);
+    const auto row_of = [&](int part) { return opening + (part == 0 ? 0 : part * step - back); };
     const int mine = valid ? (count - sub + each - 1) >> each_shift : 0;
     float shift = 0.f;
 #pragma unroll 1
