@@ -25,7 +25,8 @@ struct Fp8Compute {
   static constexpr int kKeys = V::kKeys, kDim = V::kHeadDim, kFlush = V::kFlush;
   static constexpr int kWarpgroupRows = 64;
   static constexpr float kTop = 8.f;  // of weights after a maximum, to base 2
-  static constexpr float kLargestWeight = 448.f;
+  static constexpr float kLargestWeight = 448.f, kSmallWeight = 64.f;
+  static constexpr int kSettled = 4;
 
   const AttentionParams &p;
   const PrefillParams &x;
@@ -168,19 +169,29 @@ struct Fp8Compute {
     }
   }
 
+  // The keys that a row sees, from the first one of key tile n on.
+  __device__ __forceinline__ KeyRange visible(const PrefillTile &t, int n, int h) const {
+    const int position = token(t, h) + t.shift;
+    const int low = p.window_left < 0 ? 0 : position - p.window_left;
+    const int high = p.window_right < 0 ? t.kv_end : min(t.kv_end, position + p.window_right + 1);
+    return {low - n * kKeys, high - n * kKeys};
+  }
+  __device__ __forceinline__ int seen_keys(const PrefillTile &t, int n, int h) const {
+    const KeyRange keys = visible(t, n, h);
+    return min(keys.end, kKeys) - max(keys.begin, 0);
+  }
+
   __device__ __forceinline__ void mask(const PrefillTile &t, int n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int position = token(t, h) + t.shift, column = n * kKeys + lane % 4 * 2;
-      const int low = p.window_left < 0 ? 0 : position - p.window_left;
-      const int high =
-          p.window_right < 0 ? t.kv_end : min(t.kv_end, position + p.window_right + 1);
+      const KeyRange keys = visible(t, n, h);
+      const int low = keys.begin - lane % 4 * 2, high = keys.end - lane % 4 * 2;
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const int at = 8 * j + e;
-          if (at < low - column || at >= high - column) s[4 * j + 2 * h + e] = -infinity();
+          if (at < low || at >= high) s[4 * j + 2 * h + e] = -infinity();
         }
       }
     }
@@ -245,18 +256,18 @@ struct Fp8Compute {
       c[h] = next;
       const float added = exponentiate(h, fabsf(scale), shift);
       sum[h] = kFirst ? added : fmaf(sum[h], factor[h], added);
-      if (kFirst) make_room(h);
     }
     return !kFirst && __any_sync(0xffffffffu, grown);
   }
 
-  // The sum of a row's first weights is brought below 2^8.
-  __device__ __forceinline__ void make_room(int h) {
-    const int exponent = static_cast<int>(__float_as_uint(quad_sum(sum[h])) >> 23 & 255) - 127;
-    const int down = max(exponent - 7, 0);
-    const float by = __uint_as_float(static_cast<u32>(127 - min(down, 126)) << 23);
+  // The sum of a row's first weights is brought below 2^8, as it will be for a key tile of which the
+  // row sees all: `rarity` is the number of keys over those that it sees in this one.
+  __device__ __forceinline__ void make_room(int h, float rarity) {
+    const float all = quad_sum(sum[h]) * rarity;
+    const int exponent = static_cast<int>(__float_as_uint(all) >> 23 & 255) - 127;
+    const int down = min(max(exponent - 7, 0), 16);
     c[h] += down;
-    scale_row(h, by);
+    scale_row(h, __uint_as_float(static_cast<u32>(127 - down) << 23));
   }
 
   __device__ __forceinline__ void scale_row(int h, float by) {
@@ -279,21 +290,21 @@ struct Fp8Compute {
     return added;
   }
 
-  // With the shift there is. A lane's sum bounds each of its weights.
-  __device__ __forceinline__ bool fold_fixed(float (&factor)[2]) {
-    const float added[2] = {exponentiate(0, scale, c[0]), exponentiate(1, scale, c[1])};
-    const bool fits = added[0] <= kLargestWeight && added[1] <= kLargestWeight;  // not for NaN
-    const bool moves = !__all_sync(0xffffffffu, fits);
-    if (moves) move_shift(added, factor);
-    if (!moves) sum[0] += added[0], sum[1] += added[1];
-    return moves;
+  // A lane's sum of a key tile that needs no other shift. It bounds each of its weights, so that none
+  // is beyond e4m3; once `kSettled` key tiles are behind it is also below that of all before, so that
+  // a key that outweighs them is exact.
+  __device__ __forceinline__ float largest_sum(int h, bool settled) const {
+    return settled ? fminf(fmaxf(sum[h], kSmallWeight), kLargestWeight) : kLargestWeight;
   }
 
-  // Of rows in which a lane's sum is too large.
-  __device__ __forceinline__ void move_shift(const float (&added)[2], float (&factor)[2]) {
+  // Moves the shift of rows in which a lane's sum is too large: the largest weight of the key tile
+  // becomes a power of two, and their sum is below 2^8.
+  __device__ __forceinline__ void move_shift(const float (&added)[2], bool settled,
+                                             float (&factor)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const bool over = !(quad_max(added[h]) <= kLargestWeight);
+      const float excess = added[h] <= largest_sum(h, settled) ? 0.f : 1.f;  // NaN: 1
+      const bool over = quad_max(excess) > 0.f;
       float top = s[2 * h];
 #pragma unroll
       for (int j = 0; j < kKeys / 8; ++j) {
@@ -312,7 +323,7 @@ struct Fp8Compute {
   }
 
   __device__ __forceinline__ void rescale(const float (&factor)[2]) {
-    if (kFlush != 1) scale_output(o, factor);
+    if constexpr (kFlush != 1) scale_output(o, factor);
     if constexpr (kFlush > 0) scale_output(total, factor);
   }
 
@@ -342,9 +353,15 @@ struct Fp8Compute {
     begin_tile(t);
     modify(t, n);
     orient();
-    if (n >= t.mask_from || n < t.mask_below) mask(t, n);
+    const bool masked = n >= t.mask_from || n < t.mask_below;
+    if (masked) mask(t, n);
     float unused[2];
     fold_exact<true>(unused);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool more = masked && n > t.n_begin;
+      make_room(h, more ? static_cast<float>(kKeys) / max(1, seen_keys(t, n, h)) : 1.f);
+    }
   }
 
   // The scores of key tile n with the output of the one before. kExact: with mask and maximum.
@@ -360,26 +377,44 @@ struct Fp8Compute {
     wgmma_fence();
     issue_output(from);
     end_turn();
-    if constexpr (kExact || V::kScoreMod) {
-      // Values first: masks and modifications take registers.
+    if constexpr (kExact) {
+      // Values first: masks take registers.
       wgmma_wait<0>();
       have_scores();
       have_output();
       modify(t, n);
-      if constexpr (kExact) {
-        orient();
-        mask(t, n);
-      }
-      if (kExact ? fold_exact<false>(factor) : fold_fixed(factor)) rescale(factor);
+      orient();
+      mask(t, n);
+      if (fold_exact<false>(factor)) rescale(factor);
+      pack_weights();
     } else {
-      wgmma_wait<1>();
-      have_scores();
-      const bool moved = fold_fixed(factor);
-      wgmma_wait<0>();
-      have_output();
-      if (moved) rescale(factor);
+      if constexpr (V::kScoreMod) {
+        wgmma_wait<0>();
+        have_scores();
+        have_output();
+        modify(t, n);
+      } else {
+        wgmma_wait<1>();
+        have_scores();
+      }
+      const bool settled = n < t.n_end - kSettled;
+      const float added[2] = {exponentiate(0, scale, c[0]), exponentiate(1, scale, c[1])};
+      const bool fits = added[0] <= largest_sum(0, settled) && added[1] <= largest_sum(1, settled);
+      const bool moves = !__all_sync(0xffffffffu, fits);
+      if constexpr (!V::kScoreMod) {
+        wgmma_wait<0>();
+        have_output();
+      }
+      // Before `moves` is known.
+      pack_weights();
+      if (moves) {
+        move_shift(added, settled, factor);
+        rescale(factor);
+        pack_weights();
+      } else {
+        sum[0] += added[0], sum[1] += added[1];
+      }
     }
-    pack_weights();
   }
 
   // All key tiles but the first.

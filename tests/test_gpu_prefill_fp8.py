@@ -1,0 +1,115 @@
+"""The 8-bit Hopper prefill on a GPU: random cases, repeats, long requests, a needle in 128k keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prefill_fp8 import fp8_cases
+from test_emul_attention import bits
+
+from cupyflash import quantize_fp8
+from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.explain import explain
+from cupyflash.fa_version import is_fa_version_supported
+from cupyflash.testing import Case
+
+pytestmark = pytest.mark.gpu
+E4M3 = {"q_type": "e4m3", "kv_type": "e4m3"}
+
+
+@pytest.fixture(autouse=True)
+def _hopper():
+    if not is_fa_version_supported(3):
+        pytest.skip("version 3 needs compute capability 9.0")
+
+
+@settings(max_examples=100)
+@given(case=fp8_cases(most_requests=6), num_splits=st.sampled_from([0, 0, 1, 3, 7]))
+@pytest.mark.parametrize("share", range(12))
+def test_any_case(case, num_splits, share):
+    import cupy
+
+    inputs = case.make(cupy)
+    options = {"num_splits": num_splits, "fa_version": 3}
+    first = inputs.call(flash_attn_varlen_func, **options)
+    inputs.expected(p_dtype="e4m3").check(*first)
+    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+
+
+LONG = {
+    "causal": Case(lengths=((1100, 900),), num_heads_kv=1, group_size=2, causal=True),
+    "ragged": Case(lengths=tuple((n, n // 3) for n in (900, 17, 128, 0, 500, 129, 3, 64))),
+    "window": Case(lengths=((1500, 0),), window_size=(300, 0), page_size=16),
+    "chunk": Case(lengths=((256, 3000), (130, 2000)), group_size=4, causal=True, page_size=16),
+    "cap": Case(lengths=((700, 900),), softcap=20.0, causal=True, page_size=64, sink=True),
+}
+
+
+@pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "one_hot"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("name", LONG)
+def test_long_requests(name, head_dim, pattern):
+    import cupy
+
+    case = LONG[name].replace(head_dim=head_dim, pattern=pattern, descale=True, **E4M3)
+    inputs = case.make(cupy)
+    assert explain(**inputs.args).kernels.startswith("Hopper 8-bit prefill")
+    inputs.check(flash_attn_varlen_func, fa_version=3)
+
+
+def test_scores_beyond_float32_run_the_tile_again():
+    import cupy
+
+    inputs = Case(lengths=((200, 300), (70, 500)), num_heads_kv=2, causal=True, **E4M3).make(cupy)
+    k = inputs.placed["k"].view
+    k[3:5] = k[503:505] = 0x7E
+    inputs.args["q_descale"] = cupy.full((2, 2), 2, np.float32)
+    inputs.check(flash_attn_varlen_func, fa_version=3)
+
+
+def test_repeats_are_equal_bit_for_bit():
+    import cupy
+
+    case = Case(lengths=((700, 300), (129, 0), (17, 2000)), num_heads_kv=2, group_size=4,
+                causal=True, head_dim=128, page_size=16, **E4M3)  # fmt: skip
+    inputs = case.make(cupy)
+    first = bits(inputs.call(flash_attn_varlen_func, fa_version=3))
+    out, lse = (inputs.placed[name].view for name in ("out", "lse"))
+    right_out, right_lse = out.copy(), lse.copy()
+    differs = cupy.zeros((), cupy.bool_)
+    for _ in range(1000):
+        flash_attn_varlen_func(**inputs.args, out=out, lse=lse, fa_version=3)
+        differs |= (out.view(cupy.uint16) != right_out.view(cupy.uint16)).any()
+        differs |= (lse.view(cupy.uint32) != right_lse.view(cupy.uint32)).any()
+    assert not bool(differs)
+    assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == first
+
+
+def test_sums_of_128k_keys_keep_their_value():
+    """Values of mean 1: a sum that is kept in 14 bits throughout would come out short by a tenth."""
+    import cupy
+
+    keys, rows = 1 << 17, 64
+    rng = cupy.random.default_rng(0)
+    q, k, v = (rng.standard_normal((n, 1, 128), dtype=np.float32) for n in (rows, keys, keys))
+    found = [quantize_fp8(x) for x in (q, k, v + 1)]
+    starts = [cupy.asarray([0, n], np.int32) for n in (rows, keys)]
+    scales = {f"{name}_descale": scale for name, (_, scale) in zip("qkv", found, strict=True)}
+    arrays = [array for array, _ in found]
+    options = {"num_splits": 1, "fa_version": 3, **scales}
+    out = flash_attn_varlen_func(*arrays, rows, starts[0], keys, starts[1], **options)
+    table = cupy.asarray(_e4m3_values())
+    q, k, v = (table[bits_] * float(scale) for bits_, scale in found)
+    score = q[:, 0] @ k[:, 0].T * 128**-0.5
+    weight = cupy.exp(score - score.max(axis=1, keepdims=True))
+    right = weight @ v[:, 0] / weight.sum(axis=1, keepdims=True)
+    mean = out.astype(np.float32).mean() / right.mean() - 1
+    assert abs(float(mean)) < 3e-3
+
+
+def _e4m3_values():
+    import ml_dtypes
+
+    return np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
