@@ -12,7 +12,7 @@ _HEAD = """\
 /* {title}
  *
  * Right for every batch within these bounds: lengths, tables and contents may change between
- * launches. Arrays are contiguous, at addresses that are multiples of 16. */
+ * launches. Arrays are contiguous, at addresses that are multiples of 256, as cuMemAlloc's are. */
 #pragma once
 #include <cuda.h>
 #include <stddef.h>
@@ -125,7 +125,7 @@ def _launch(launch: Launch, symbols: list[str]) -> str:
 def _struct(i: int, param: Struct) -> list[str]:
     rows = [param.image[start : start + 16] for start in range(0, len(param.image), 16)]
     return [
-        f"  _Alignas(8) unsigned char p{i}[{len(param.image)}] = {{ /* {param.name} */",
+        f"  _Alignas(8) unsigned char p{i}[{len(param.image)}] = {{",
         *("    " + ", ".join(map(str, row)) + "," for row in rows),
         "  };",
         *(

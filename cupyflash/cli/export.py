@@ -134,7 +134,6 @@ def _param(param: Struct | TensorMap) -> dict[str, Any]:
         for address in param.addresses
     ]
     return {
-        "struct": param.name,
         "nbytes": len(param.image),
         "image": param.image.hex(),
         "addresses": addresses,

@@ -18,15 +18,13 @@ from cupyflash.runtime.row_kernel import RowKernel
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.write_plan import WRITE, WRITE_PARAMS
 
-from .recorded_call import STRUCTS
-
 __all__ = [
     "C_FUNCTIONS",
     "DESCRIPTIONS",
     "KernelDescription",
     "described",
     "launch_of",
-    "structs_of",
+    "struct_of",
 ]
 
 _STRIDES = "strides are in bytes"
@@ -178,8 +176,7 @@ def described(variant: Variant, file: str) -> dict[str, Any]:
         "defines": dict(variant.defines),
     }
     if variant.source not in DESCRIPTIONS:
-        structs = [_struct(*struct) for struct in STRUCTS[variant.source]]
-        return {**names, "params": structs, "notes": [_EXPORTED]}
+        return {**names, "notes": [_EXPORTED]}
     found = DESCRIPTIONS[variant.source](variant)
     return {
         **names,
@@ -192,10 +189,7 @@ def described(variant: Variant, file: str) -> dict[str, Any]:
     }
 
 
-_EXPORTED = (
-    "structs by value in this order, then tensor maps (CUtensorMap) where it has them; `cupyflash "
-    "export` writes the launches of a call with all of their parameters"
-)
+_EXPORTED = "`cupyflash export` writes the launches of a call with all of their parameters"
 
 
 def _struct(name: str, layout: ParamsLayout) -> dict[str, Any]:
@@ -206,15 +200,9 @@ def _struct(name: str, layout: ParamsLayout) -> dict[str, Any]:
     return {"struct": name, "nbytes": layout.nbytes, "fields": fields}
 
 
-def structs_of(variant: Variant) -> dict[str, str]:
-    """The params structs of a kernel in C, by name; pointers are device addresses."""
-    if variant.source in DESCRIPTIONS:
-        description = DESCRIPTIONS[variant.source](variant)
-        return {description.struct: _struct_in_c(description.struct, description.layout)}
-    return {name: _struct_in_c(name, layout) for name, layout in STRUCTS[variant.source]}
-
-
-def _struct_in_c(name: str, layout: ParamsLayout) -> str:
+def struct_of(description: KernelDescription) -> str:
+    """The params struct in C; pointers are device addresses."""
+    name, layout = description.struct, description.layout
     text = "\n".join(f"  {_C_TYPES[kind]} {field};" for field, kind, _ in layout.fields)
     return (
         f"typedef struct {{\n{text}\n}} {name};\n"

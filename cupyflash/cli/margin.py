@@ -37,7 +37,7 @@ def margin(case: Case, xp: Any, attention: Any) -> dict[str, Any]:
         It is out of bounds.
     """
     inputs = case.make(xp)
-    expected = inputs.expected()
+    expected = inputs.expected(**inputs.precision())
     out, lse = inputs.call(attention)
     expected.check(out, lse)
     rows = slice(0, sum(case.q_lens))

@@ -21,7 +21,7 @@ from cupyflash.runtime.nvrtc import compiler
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.variants import all_variants
 
-from .kernel_description import C_FUNCTIONS, DESCRIPTIONS, described, launch_of, structs_of
+from .kernel_description import C_FUNCTIONS, DESCRIPTIONS, described, launch_of, struct_of
 from .terminal import CommandError, progress
 
 __all__ = ["add", "run"]
@@ -122,9 +122,10 @@ def _write_index(folder: Path, written: list[dict[str, Any]], variants: list[Var
     structs: dict[str, str] = {}
     launches = []
     for variant in variants:
-        structs |= structs_of(variant)
         if variant.source in DESCRIPTIONS:
-            launches.append(launch_of(variant.symbol, DESCRIPTIONS[variant.source](variant)))
+            description = DESCRIPTIONS[variant.source](variant)
+            structs[description.struct] = struct_of(description)
+            launches.append(launch_of(variant.symbol, description))
     head = (
         "/* Of the kernels in this folder: their params, where pointers are device addresses, and\n"
         " * functions that fill in grid and block and return the dynamic shared memory. Kernels "

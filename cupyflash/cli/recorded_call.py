@@ -1,40 +1,26 @@
-"""The launches of one call, recorded without a GPU, for a host without Python to repeat."""
+"""The launches of one call, recorded without a GPU, for a host without Python to repeat.
+
+It is made twice, with arrays that lie elsewhere: what differs in the parameters are addresses.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cupyflash import flash_attn_varlen_func
-from cupyflash.runtime.attention_plan import ATTENTION_PARAMS
-from cupyflash.runtime.decode_tile import DECODE_PARAMS
 from cupyflash.runtime.device import DeviceInfo, use_device
-from cupyflash.runtime.mla_plan import LATENT_PARAMS
-from cupyflash.runtime.params import KernelArgs, ParamsLayout
+from cupyflash.runtime.params import KernelArgs
 from cupyflash.runtime.plan import Plan
-from cupyflash.runtime.prefill_plan import PREFILL_PARAMS
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.workspace import free_workspaces
 
-__all__ = ["STRUCTS", "Address", "Launch", "RecordedCall", "Struct", "TensorMap", "record"]
-
-_ATTENTION, _DECODE = ("AttentionParams", ATTENTION_PARAMS), ("DecodeParams", DECODE_PARAMS)
-_PREFILL, _LATENT = ("PrefillParams", PREFILL_PARAMS), ("LatentParams", LATENT_PARAMS)
-
-STRUCTS: dict[str, tuple[tuple[str, ParamsLayout], ...]] = {
-    "attention_fwd_sm80.cu": (_ATTENTION,),
-    "attention_combine.cu": (_ATTENTION,),
-    "attention_decode_sm90.cu": (_ATTENTION, _DECODE),
-    "schedule.cu": (_ATTENTION, _DECODE),
-    "attention_fwd_sm90.cu": (_ATTENTION, _PREFILL),
-    "attention_fwd_sm90_fp8.cu": (_ATTENTION, _PREFILL),
-    "mla_decode_sm80.cu": (_ATTENTION, _LATENT),
-    "mla_decode_sm90.cu": (_ATTENTION, _LATENT),
-}
-"""By source: the structs that its kernels are passed by value. Tensor maps come after them."""
+__all__ = ["Address", "Launch", "RecordedCall", "Struct", "TensorMap", "record"]
 
 _MADE = {"uint8": "workspace", "uint32": "counters", "float32": "lse"}  # what calls allocate
 
@@ -52,7 +38,6 @@ class Address:
 class Struct:
     """A parameter passed by value; its addresses are 0 here."""
 
-    name: str
     image: bytes
     addresses: tuple[Address, ...]
 
@@ -90,8 +75,8 @@ class RecordedCall:
     launches : tuple of Launch
     arrays : dict of str to array
         The call's by their names; ``workspace`` (scratch, anything in it) and ``counters`` (0 at
-        first, and 0 again after each launch) where the launches need them. Of the memory of q, k,
-        v and out nothing was touched.
+        first, and 0 again after each launch) where the launches need them. None of their memory
+        was touched.
     """
 
     info: DeviceInfo
@@ -99,7 +84,7 @@ class RecordedCall:
     arrays: dict[str, Any]
 
 
-def record(info: DeviceInfo, arguments: dict[str, Any]) -> RecordedCall:
+def record(info: DeviceInfo, arguments: Mapping[str, Any]) -> RecordedCall:
     """What `flash_attn_varlen_func` launches for the arguments, NumPy arrays, on a device.
 
     They are right for every batch within the bounds of these arguments: lengths, tables and the
@@ -110,12 +95,19 @@ def record(info: DeviceInfo, arguments: dict[str, Any]) -> RecordedCall:
     TypeError, ValueError, NotImplementedError
         What the call itself would raise on the device.
     """
-    given = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
-    device = _Recorder(info, given)
-    with use_device(device):
-        flash_attn_varlen_func(**arguments)
-    free_workspaces()
-    return RecordedCall(info, tuple(device.launches), device.used())
+    one, two = (_recorded(info, arguments) for _ in range(2))
+    launches = []
+    for (plan, values), (_, others) in zip(one.launches, two.launches, strict=True):
+        params = (_param(*pair, one, two) for pair in zip(values, others, strict=True))
+        launches.append(Launch(plan, tuple(params)))
+    names = {
+        address.array
+        for launch in launches
+        for param in launch.params
+        for address in (param.addresses if isinstance(param, Struct) else (param,))
+    }
+    arrays = {name: array for name, array in one.arrays.items() if name in names}
+    return RecordedCall(info, tuple(launches), arrays)
 
 
 @dataclass(eq=False)
@@ -125,18 +117,18 @@ class _Recorder:
     info: DeviceInfo
     arrays: dict[str, Any]
     kernels: dict[Variant, Variant] = field(default_factory=dict)
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[tuple[Plan, tuple[bytes, ...]]] = field(default_factory=list)
 
     def compile(self, variant: Variant) -> Variant:
         return self.kernels.setdefault(variant, variant)
 
     def empty(self, shape: tuple[int, ...], dtype: Any, stream: int | None) -> Any:
-        array = np.empty(shape, dtype)
+        array = _reserved(int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype)
         made = name = _MADE.get(array.dtype.name, "out")
         while name in self.arrays:  # scratch memory that grew, or beside the caller's workspace
             name = f"{made}_{len(self.arrays)}"
-        self.arrays[name] = array
-        return array
+        self.arrays[name] = array.reshape(shape)
+        return self.arrays[name]
 
     def pointer(self, array: Any) -> int:
         return int(array.ctypes.data)
@@ -153,45 +145,68 @@ class _Recorder:
         return token
 
     def launch(self, kernel: Variant, plan: Plan, args: KernelArgs, stream: int | None) -> None:
-        structs = STRUCTS[kernel.source]
-        params: list[Struct | TensorMap] = []
-        for i, value in enumerate(args.values):
-            if i < len(structs):
-                params.append(self._struct(*structs[i], value))
-            else:
-                params.append(self._map(value))
-        self.launches.append(Launch(plan, tuple(params)))
+        self.launches.append((plan, tuple(args.values)))
 
-    def used(self) -> dict[str, Any]:
-        """The arrays whose addresses are in a launch."""
-        names = {
-            address.array
-            for launch in self.launches
-            for param in launch.params
-            for address in (param.addresses if isinstance(param, Struct) else (param,))
-        }
-        return {name: array for name, array in self.arrays.items() if name in names}
-
-    def _struct(self, name: str, layout: ParamsLayout, value: bytes) -> Struct:
-        assert len(value) == layout.nbytes, (name, len(value))
-        found, image = [], bytearray(value)
-        values = layout.unpack(value)
-        for key, kind, offset in layout.fields:
-            if kind == "ptr" and values[key]:
-                found.append(Address(offset, *self._place(values[key])))
-                image[offset : offset + 8] = bytes(8)
-        return Struct(name, bytes(image), tuple(found))
-
-    def _map(self, token: bytes) -> TensorMap:
-        element_type, pointer, *numbers = _maps[token]
-        return TensorMap(*self._place(pointer), element_type, *numbers)
-
-    def _place(self, pointer: int) -> tuple[str, int]:
+    def place(self, pointer: int) -> tuple[str, int]:
+        """The array that an address lies in, and how far into it."""
         for name, array in self.arrays.items():
             start = int(array.ctypes.data)
-            if start <= pointer < start + max(1, array.nbytes):
+            if start <= pointer < start + max(1, _reach(array)):
                 return name, pointer - start
         raise AssertionError(f"{pointer:#x} is in none of {', '.join(self.arrays)}")
 
 
 _maps: dict[bytes, tuple[Any, ...]] = {}  # by what stands for them; a layout may keep that
+
+
+def _recorded(info: DeviceInfo, arguments: Mapping[str, Any]) -> _Recorder:
+    """A call with arrays of its own, which lie to each other as the given ones do."""
+    roots: dict[int, Any] = {}
+    given = {
+        name: _elsewhere(value, roots)
+        for name, value in arguments.items()
+        if isinstance(value, np.ndarray)
+    }
+    device = _Recorder(info, dict(given))
+    with use_device(device):
+        flash_attn_varlen_func(**{**arguments, **given})
+    free_workspaces()
+    return device
+
+
+def _elsewhere(array: Any, roots: dict[int, Any]) -> Any:
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    offset = array.ctypes.data - root.ctypes.data
+    memory = roots.setdefault(id(root), _reserved(max(_reach(root), offset + _reach(array))))
+    return np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
+
+
+def _reach(array: Any) -> int:
+    """Bytes from the first element to behind the last."""
+    if 0 in array.shape:
+        return 0
+    steps = zip(array.shape, array.strides, strict=True)
+    return int(sum((n - 1) * step for n, step in steps)) + int(array.itemsize)
+
+
+def _reserved(nbytes: int) -> Any:
+    """Addresses, at the start of a page, without memory behind them until it is touched."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    return np.frombuffer(mmap.mmap(-1, max(1, nbytes), flags=flags), np.uint8)[:nbytes]
+
+
+def _param(value: bytes, other: bytes, one: _Recorder, two: _Recorder) -> Struct | TensorMap:
+    if value in _maps:
+        element_type, pointer, *numbers = _maps[value]
+        return TensorMap(*one.place(pointer), element_type, *numbers)
+    words, others = (np.frombuffer(v[: len(v) // 8 * 8], np.uint64) for v in (value, other))
+    image, addresses = bytearray(value), []
+    for i in np.flatnonzero(words != others).tolist():
+        place = one.place(int(words[i]))
+        if place != two.place(int(others[i])):
+            raise AssertionError(f"bytes {8 * i} of a parameter are no address")
+        addresses.append(Address(8 * i, *place))
+        image[8 * i : 8 * i + 8] = bytes(8)
+    return Struct(bytes(image), tuple(addresses))

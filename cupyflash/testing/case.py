@@ -148,13 +148,14 @@ class Inputs:
 
         Where kernels that round weights to 8 bits serve the call, that of such weights.
         """
-        precision = {"p_dtype": "e4m3"} if self._has_8bit_weights(more) else {}
-        self.expected(**precision).check(*self.call(attention, **more))
+        self.expected(**self.precision(**more)).check(*self.call(attention, **more))
 
-    def _has_8bit_weights(self, more: dict[str, Any]) -> bool:
+    def precision(self, **more: Any) -> dict[str, Any]:
+        """What `expected` has to know of the kernels that serve a call with these options."""
         if self.case.q_type != "e4m3" or self.case.kv_type != "e4m3" or self.case.layout == "odd":
-            return False
-        return explain(**self.args, **more).kernels.startswith("Hopper 8-bit prefill")
+            return {}
+        kernels = explain(**self.args, **more).kernels
+        return {"p_dtype": "e4m3"} if kernels.startswith("Hopper 8-bit prefill") else {}
 
 
 class _Maker:
