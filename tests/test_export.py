@@ -81,6 +81,10 @@ def bounded(path, q_lens, kv_lens, page_size, **options):
 def test_a_recorded_call_is_right_for_another_batch(path, sizes, page_size):
     q_lens, kv_lens = LENGTHS[sizes]
     options = {"causal": True, "num_splits": 3 if sizes == "decode" else 0}
+    if sizes == "prompts":
+        options |= {"softcap": 5.0, "window_size": (50, 0)}
+        options["alibi_slopes"] = np.array([0.1, 0.2, 0.3, 0.4], np.float32)
+        options["s_aux"] = np.array([0.5, -1.0, 2.0, 0.0], np.float32)
     bounds = bounded(path, q_lens, kv_lens, page_size, **options)
     device = active_device()
     call = record(device.info, bounds)
