@@ -1,4 +1,4 @@
-"""The 8-bit Hopper prefill on a GPU: random cases, repeats, long requests, a needle in 128k keys."""
+"""The 8-bit Hopper prefill on a GPU: random cases, repeats, long requests, long sums."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_repeats_are_equal_bit_for_bit():
 
 
 def test_sums_of_128k_keys_keep_their_value():
-    """Values of mean 1: a sum that is kept in 14 bits throughout would come out short by a tenth."""
+    """Values of mean 1: a sum that is kept in 14 bits throughout would be short by a tenth."""
     import cupy
 
     keys, rows = 1 << 17, 64
