@@ -94,7 +94,10 @@ def test_a_captured_decode_step_follows_lengths_slots_and_a_dirty_workspace():
     table = cupy.asarray(rng.permutation(pages).reshape(4, 512).astype(np.int32))
     starts = cupy.arange(5, dtype=cupy.int32)
     used, slots = cupy.zeros(4, cupy.int32), cupy.full(4, -1, cupy.int64)
-    bounds = AttentionBounds(4, 1, 8192, 8, heads, dim, page_size=page)
+    bounds = AttentionBounds(
+        batch_size=4, max_seqlen_q=1, max_seqlen_k=8192, num_heads_q=8, num_heads_kv=heads,
+        headdim=dim, page_size=page,
+    )  # fmt: skip
     workspace = cupy.full(cupyflash.workspace_size(bounds, fa_version=2), 0xFF, cupy.uint8)
     out, lse = cupy.empty_like(q), cupy.empty((8, 4), cupy.float32)
 
