@@ -4,7 +4,7 @@ from .attention import flash_attn_varlen_func
 from .batched import flash_attn_func
 from .bounds import AttentionBounds
 from .cascade import cascade_attention
-from .cascade_policy import use_cascade_attention
+from .cascade_policy import shared_prefix_pays, use_cascade_attention
 from .explain import Explanation, explain
 from .fa_version import (
     fa_version,
@@ -23,12 +23,14 @@ from .prefix_tree import PrefixTree, prefix_tree
 from .quantize import quantize_fp8
 from .runtime.workspace import free_workspaces
 from .scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
+from .shared_prefix import PrefixSchedule, get_prefix_schedule
 from .warmup import warmup, workspace_size
 
 __all__ = [
     "AttentionBounds",
     "ContextChunk",
     "Explanation",
+    "PrefixSchedule",
     "PrefixTree",
     "SchedulerMetadata",
     "cascade_attention",
@@ -44,6 +46,7 @@ __all__ = [
     "gather_latent_cache",
     "get_flash_attn_version",
     "get_fp8_dtype_for_flashattn",
+    "get_prefix_schedule",
     "get_scheduler_metadata",
     "is_fa_version_supported",
     "merge_attn_states",
@@ -52,6 +55,7 @@ __all__ = [
     "prefix_tree",
     "quantize_fp8",
     "reshape_and_cache_flash",
+    "shared_prefix_pays",
     "use_cascade_attention",
     "warmup",
     "workspace_size",

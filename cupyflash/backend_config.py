@@ -116,7 +116,9 @@ class BackendConfig:
     dcp_combine : {"a2a", "ag_rs"}
         How states travel between ranks; see `cupyflash.distributed.combine_states`.
     cascade_policy : str
-        ``"vllm"``: the rule of `use_cascade_attention`.
+        ``"vllm"``: the rule of `use_cascade_attention`. ``"measured"``: `shared_prefix_pays`
+        where the kernel of shared prefixes serves the layers (compute capability 9.0), else the
+        same rule; a builder then leaves a prefix that does not pay unshared.
     """
 
     max_num_seqs: int
@@ -156,13 +158,8 @@ class BackendConfig:
             )
         if self.dcp_combine not in ("a2a", "ag_rs"):
             raise ValueError(f"dcp_combine={self.dcp_combine!r}; use 'a2a' or 'ag_rs'")
-        if self.cascade_policy == "measured":
-            raise NotImplementedError(
-                "cascade_policy='measured' needs a cost model fitted on a GPU, which this release "
-                "does not have; use 'vllm'"
-            )
-        if self.cascade_policy != "vllm":
-            raise ValueError(f"cascade_policy={self.cascade_policy!r}; use 'vllm'")
+        if self.cascade_policy not in ("vllm", "measured"):
+            raise ValueError(f"cascade_policy={self.cascade_policy!r}; use 'vllm' or 'measured'")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["use_cascade_attention"]
+__all__ = ["predict_microseconds", "shared_prefix_pays", "use_cascade_attention"]
 
 _TILE = 128  # rows and keys of a tile in the cost model of `use_cascade_attention`
 _SHORTEST_PREFIX = 256
@@ -61,3 +61,108 @@ def use_cascade_attention(
     cascade = -(-num_query_heads * -(-requests // _TILE) // num_sms) * tiles
     decode = -(-requests * num_kv_heads * -(-group // _TILE) * tiles // num_sms)
     return cascade < decode
+
+
+class _Costs(NamedTuple):
+    """Microseconds, fitted to runs on an H200; see docs/shared_prefix.md."""
+
+    alone: float = 8.4  # plain decode: a launch
+    alone_own: float = 0.207  # a megabyte that one request reads
+    alone_shared: float = 0.108  # a megabyte that is in the L2 cache, as others read it too
+    launch: float = 5.9
+    own: float = 0.225  # a megabyte
+    block: float = 1.035  # 64 shared keys against 128 rows, on one multiprocessor
+    state: float = 0.00038  # a partial result of a row
+    schedule: float = 12.0  # a launch before, where it is not made ahead
+
+
+_COSTS = _Costs()
+_LEAST_GAIN, _LEAST_RATIO = 2.0, 0.05  # microseconds; of plain decode
+_BLOCK_KEYS, _BLOCK_ROWS, _TILE_KEYS, _OWN_WARPS = 64, 128, 16, 4
+
+
+def predict_microseconds(
+    common_prefix_len: int,
+    query_lens: Sequence[int] | np.ndarray[Any, Any],
+    seq_lens: Sequence[int] | np.ndarray[Any, Any],
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    num_sms: int = 132,
+    scheduled: bool = True,
+) -> tuple[float, float]:
+    """What attention of a step costs without and with its prefix read once, on an H200.
+
+    Plain decode reads every key once a request, those of a prefix from the L2 cache. The kernel of
+    shared prefixes reads each once; it multiplies the shared ones in blocks and merges partial
+    results.
+
+    Parameters
+    ----------
+    common_prefix_len : int
+    query_lens, seq_lens : sequence of int
+        Query tokens and keys of each request.
+    num_query_heads, num_kv_heads, head_size : int
+        Of a cache with 16 bits an element.
+    num_sms : int
+    scheduled : bool
+        Whether the schedule is made once for many layers; see `get_prefix_schedule`.
+
+    Returns
+    -------
+    alone, shared : float
+        Microseconds.
+    """
+    c = _COSTS
+    queries, keys = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+    requests, total_own = len(queries), int(np.maximum(keys - common_prefix_len, 0).sum())
+    group, megabyte = num_query_heads // num_kv_heads, num_kv_heads * head_size * 4 / 1e6
+    rows = int(queries.sum()) * group
+    alone = c.alone + megabyte * (
+        c.alone_own * total_own + c.alone_shared * requests * common_prefix_len
+    )
+    items, blocks = num_kv_heads * -(-rows // _BLOCK_ROWS), -(-common_prefix_len // _BLOCK_KEYS)
+    pieces = max(1, min(num_sms // max(1, items), blocks // 2)) if blocks else 0
+    each = max(items * blocks / num_sms, blocks / pieces) if blocks else 0.0
+    tiles = total_own / max(1, requests) / _TILE_KEYS
+    spans = _OWN_WARPS * num_sms // max(1, requests * num_kv_heads)
+    own_pieces = max(1, min(spans, int(tiles) // 4)) if total_own else 0
+    states = rows * num_kv_heads * (own_pieces + pieces * (2 if rows <= _BLOCK_ROWS / 2 else 1))
+    shared = c.launch + c.own * megabyte * total_own + c.block * each + c.state * states
+    return alone, shared if scheduled else shared + c.schedule
+
+
+def shared_prefix_pays(
+    common_prefix_len: int,
+    query_lens: Sequence[int] | np.ndarray[Any, Any],
+    seq_lens: Sequence[int] | np.ndarray[Any, Any],
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    num_sms: int = 132,
+    scheduled: bool = True,
+) -> bool:
+    """Whether reading a shared prefix once is faster on compute capability 9.0, as measured.
+
+    It has to win 2 microseconds and 5 % by `predict_microseconds`, which may be off by as much.
+
+    Parameters
+    ----------
+    common_prefix_len, query_lens, seq_lens, num_query_heads, num_kv_heads, head_size
+        As `predict_microseconds`.
+    num_sms, scheduled
+        As `predict_microseconds`.
+
+    Returns
+    -------
+    bool
+    """
+    if common_prefix_len <= 0 or len(query_lens) < 2:
+        return False
+    alone, shared = predict_microseconds(
+        common_prefix_len, query_lens, seq_lens, num_query_heads, num_kv_heads, head_size,
+        num_sms=num_sms, scheduled=scheduled,
+    )  # fmt: skip
+    return alone - shared >= max(_LEAST_GAIN, _LEAST_RATIO * alone)

@@ -199,11 +199,6 @@ def test_settings_that_cannot_be_are_refused(make, match):
         make()
 
 
-def test_a_policy_without_measurements_is_refused():
-    with pytest.raises(NotImplementedError, match="fitted"):
-        BackendConfig(max_num_seqs=1, cascade_policy="measured")
-
-
 @pytest.mark.parametrize(
     ("spelling", "kind"),
     [("auto", BF16), ("float16", FP16), ("fp8", E4M3), ("fp8_e5m2", E5M2)],

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from emulator import emulated
 from hypothesis import given
 from hypothesis import strategies as st
 from steps import Case, Made, cases
 
 from cupyflash import use_cascade_attention
 from cupyflash.backends.common_prefix import common_prefix_blocks, common_prefix_len
+from cupyflash.shared_prefix import PrefixSchedule
 
 DECODE = Case(((1, 40), (1, 16), (1, 70)), num_kv_heads=2, group_size=2)
 
@@ -28,6 +30,9 @@ def test_a_shared_prefix_is_split_off(step_path):
     assert step_path.host(metadata.prefix_kv_lens).tolist() == [32]
     assert step_path.host(metadata.suffix_kv_lens).tolist() == [9, 3, 35, 0, 0]
     prefix, suffix = metadata.prefix_scheduler_metadata, metadata.scheduler_metadata
+    if isinstance(prefix, PrefixSchedule):
+        assert suffix is None
+        return
     assert (prefix.bounds.batch, prefix.bounds.max_seqlen_q, prefix.bounds.max_seqlen_k) == (
         *(1, 6, 32),
     )
@@ -105,6 +110,28 @@ def test_when_a_prefix_is_shared(step_path, changes, answer):
 def test_a_group_that_cannot_share_never_does(step_path, case, config):
     builder = step(step_path, DECODE.replace(**case), **config).builder
     assert not builder.use_cascade_attention(**RULE)
+
+
+def test_the_measured_policy_needs_a_gpu_of_its_kind(step_path):
+    """Elsewhere it is vLLM's rule, and what the engine hands over is shared."""
+    made = step(step_path, DECODE.replace(lengths=((1, 40), (1, 33)), prefix=32),
+                cascade_policy="measured")  # fmt: skip
+    if step_path.name == "numpy":
+        assert made.builder.use_cascade_attention(**RULE)
+        assert not made.builder.use_cascade_attention(**{**RULE, "query_lens": [1] * 8})
+        assert made.builder.build(32, made.common).use_cascade
+
+
+def test_the_measured_policy_on_its_kind(step_path):
+    if step_path.name != "numpy":
+        return
+    with emulated("sm_90", num_sms=132):
+        case = DECODE.replace(num_kv_heads=8, group_size=4, head_size=128)
+        builder = step(step_path, case, cascade_policy="measured").builder
+        assert builder.use_cascade_attention(**{**RULE, "query_lens": [1] * 8})
+        assert not builder.use_cascade_attention(**{**RULE, "common_prefix_len": 64})
+        for refused in ("use_alibi", "use_sliding_window", "use_local_attention"):
+            assert not builder.use_cascade_attention(**{**RULE, refused: True})
 
 
 TABLE = np.array([[3, 5, 7, 9], [3, 5, 8, 9], [3, 5, 7, -1]], np.int32)

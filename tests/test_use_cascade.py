@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash import use_cascade_attention
+from cupyflash import shared_prefix_pays, use_cascade_attention
+from cupyflash.cascade_policy import predict_microseconds
 
 USUAL = {
     "common_prefix_len": 2048,
@@ -68,3 +69,25 @@ def test_decode_compares_waves(prefix, requests, kv_heads, group, num_sms):
         num_query_heads=group * kv_heads, num_kv_heads=kv_heads, num_sms=num_sms,
     )  # fmt: skip
     assert found == (cascade < decode)
+
+
+@pytest.mark.parametrize(
+    ("requests", "prefix", "own", "pays"),
+    [
+        (64, 8192, 256, True), (256, 4096, 512, True), (16, 32768, 128, True), (8, 8192, 16, True),
+        (64, 0, 256, False), (1, 8192, 16, False), (128, 128, 1024, False), (8, 128, 16, False),
+        (8, 1024, 1024, False), (0, 1024, 0, False),
+    ],
+)  # fmt: skip
+def test_when_a_shared_prefix_was_faster(requests, prefix, own, pays):
+    """Runs on an H200: what was within 5 % or 2 microseconds is not shared."""
+    lengths = [1] * requests, [prefix + own] * requests
+    assert shared_prefix_pays(prefix, *lengths, 32, 8, 128) is pays
+
+
+def test_a_schedule_for_each_call_has_to_be_won_back():
+    lengths = [1] * 8, [8192 + 16] * 8
+    alone, once = predict_microseconds(8192, *lengths, 32, 8, 128)
+    _, each = predict_microseconds(8192, *lengths, 32, 8, 128, scheduled=False)
+    assert once < each
+    assert once < alone

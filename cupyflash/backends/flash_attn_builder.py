@@ -15,7 +15,6 @@ from cupyflash.backend import (
     CommonAttentionMetadata,
     KVCacheSpec,
 )
-from cupyflash.cascade_policy import use_cascade_attention
 from cupyflash.distributed.sharding import Sharding
 from cupyflash.scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 
@@ -24,6 +23,7 @@ from .dcp import check_ranks_agree, local_contexts
 from .flash_attn_metadata import FlashAttentionMetadata
 from .graph_buffers import GraphBuffers
 from .layer_group import LayerGroup
+from .prefix_sharing import PrefixSharing
 from .window import symmetrize_window
 
 __all__ = ["FlashAttentionMetadataBuilder"]
@@ -59,6 +59,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         super().__init__(kv_cache_spec, layer_names, config)
         self.group = LayerGroup.of([config.layers[name] for name in self.layer_names], config)
         self.aot_schedule = self.group.one_schedule and not config.batch_invariant
+        self._prefix = PrefixSharing(kv_cache_spec, self.group, config, self.aot_schedule)
         ranks, every = config.dcp_world_size, config.cp_kv_cache_interleave_size
         self._ranks, every = (ranks, every) if self.group.sharded else (1, 1)
         self._sharding = Sharding(self._ranks, every, kv_cache_spec.block_size)
@@ -105,7 +106,7 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
             causal=bool(common.causal),
             batch_invariant=self.config.batch_invariant,
         )
-        if common_prefix_len:
+        if common_prefix_len and self._prefix.pays(common_prefix_len, common):
             return self._with_cascade(step, common, common_prefix_len, aot)
         if self.group.sharded:
             return self._with_context_parallel(step, common, aot)
@@ -155,7 +156,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         if metadata.map_block_table is not None:
             blk_table = metadata.map_block_table(blk_table)
         found = replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
-        if found.scheduler_metadata is None or self._can_use(found.scheduler_metadata):
+        made, of_prefix = found.scheduler_metadata, found.prefix_scheduler_metadata
+        if (made is None and of_prefix is None) or (made is not None and self._can_use(made)):
             return found
         return replace(found, scheduler_metadata=None, prefix_scheduler_metadata=None)
 
@@ -171,8 +173,8 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         num_sms: int,
         dcp_world_size: int,
     ) -> bool:
-        """`cupyflash.use_cascade_attention`, and False where this group cannot."""
-        return not self.group.no_cascade and use_cascade_attention(
+        """By the policy of the config, and False where this group cannot."""
+        return self._prefix.may_pay(
             common_prefix_len, query_lens, num_query_heads, num_kv_heads, use_alibi,
             use_sliding_window, use_local_attention, num_sms, dcp_world_size,
         )  # fmt: skip
@@ -263,17 +265,14 @@ class FlashAttentionMetadataBuilder(AttentionMetadataBuilder[FlashAttentionMetad
         )
         if not aot:
             return found
-        own = (found.suffix_kv_lens, found.max_seq_len - prefix, True)
-        shared = (found.prefix_kv_lens, prefix, False)
-        return replace(
-            found,
-            scheduler_metadata=self._schedule(
-                "scheduler_metadata", found, self._queries(found), own
-            ),
-            prefix_scheduler_metadata=self._schedule(
-                "prefix_scheduler_metadata", found, (found.cu_prefix_query_lens, tokens), shared
-            ),
-        )
+        made = None if self._in_graph(padded) else self._prefix.schedule(found, prefix, tokens)
+        if made is not None:
+            return replace(found, prefix_scheduler_metadata=made)
+        keys = found.suffix_kv_lens, found.max_seq_len - prefix, True
+        own = self._schedule("scheduler_metadata", found, self._queries(found), keys)
+        rows, keys = (found.cu_prefix_query_lens, tokens), (found.prefix_kv_lens, prefix, False)
+        shared = self._schedule("prefix_scheduler_metadata", found, rows, keys)
+        return replace(found, scheduler_metadata=own, prefix_scheduler_metadata=shared)
 
     def _with_context_parallel(
         self, step: FlashAttentionMetadata, common: CommonAttentionMetadata, aot: bool

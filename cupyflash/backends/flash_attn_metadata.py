@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cupyflash.scheduler_metadata import SchedulerMetadata
+from cupyflash.shared_prefix import PrefixSchedule
 
 __all__ = ["FlashAttentionMetadata"]
 
@@ -44,7 +45,8 @@ class FlashAttentionMetadata:
     dcp_group : Communicator, optional
     dcp_combine : str
     scheduler_metadata, prefix_scheduler_metadata : SchedulerMetadata, optional
-        With cascade, the first is that of the suffix.
+        With cascade, the first is that of the suffix. The second may be a `PrefixSchedule`, which
+        has both.
     max_num_splits : int
         As ``num_splits`` of the calls.
     causal : bool
@@ -71,7 +73,7 @@ class FlashAttentionMetadata:
     dcp_group: Any = None
     dcp_combine: str = "a2a"
     scheduler_metadata: SchedulerMetadata | None = None
-    prefix_scheduler_metadata: SchedulerMetadata | None = None
+    prefix_scheduler_metadata: SchedulerMetadata | PrefixSchedule | None = None
     max_num_splits: int = 0
     causal: bool = True
     batch_invariant: bool = False
