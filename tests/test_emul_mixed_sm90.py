@@ -126,12 +126,14 @@ def test_a_batch_of_equal_prefills_is_one_launch():
     page_size=st.sampled_from([16, None, 64]),
     options=st.sampled_from([
         {}, {"window_size": (40, 0)}, {"softcap": 20.0}, {"sink": True}, {"num_splits": 3},
+        {"batch_invariant": True},
     ]),
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_any_mixture(lengths, group, page_size, options, seed):
-    call = {"num_splits": options["num_splits"]} if "num_splits" in options else {}
-    fields = {k: v for k, v in options.items() if k != "num_splits"}
+    names = ("num_splits", "batch_invariant")
+    call = {k: v for k, v in options.items() if k in names}
+    fields = {k: v for k, v in options.items() if k not in names}
     case = MIXED.replace(
         lengths=lengths, group_size=group, num_heads_kv=1, page_size=page_size, **fields
     )

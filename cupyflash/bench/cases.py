@@ -205,7 +205,8 @@ def _decode_case(name: str, batch: int, length: int, **options: Any) -> BenchCas
 
 
 def _decode() -> list[BenchCase]:
-    shapes = ((1, 8192), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 2048))
+    lone = ((1, 8192), (1, 131072), (1, 1 << 20))
+    shapes = (*lone, (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 2048))
     found = [_decode_case("gqa32-8", *shape) for shape in shapes]
     fp8: dict[str, Any] = {"q_type": "e4m3", "kv_type": "e4m3"}
     for batch, length in ((1, 32768), (64, 8192)):
