@@ -12,7 +12,7 @@ from cupyflash.runtime.arrays import array_module
 
 from .combine import combine_states
 from .communicator import Communicator
-from .heads import gather_heads
+from .heads import gather_heads, lse_by_rank, out_by_rank
 
 __all__ = ["context_parallel_attention"]
 
@@ -140,9 +140,26 @@ def context_parallel_attention(
         k_descale=k_descale, v_descale=v_descale, fp8_dtype=fp8_dtype,
         scheduler_metadata=scheduler_metadata, num_splits=num_splits, **shared,
     )  # fmt: skip
+    if ranks == 2 and combine == "a2a":
+        _merge_pair(group, context, context_lse, kv_heads, out, lse)
+        return out, lse
     own, own_lse = combine_states(group, context, context_lse, kv_heads, combine)
     merge_attn_states(out, own, own_lse, out, lse, lse)
     return out, lse
+
+
+def _merge_pair(
+    group: Communicator, context: Array, context_lse: Array, kv_heads: int, out: Array, lse: Array
+) -> None:
+    """Of two ranks: this one's part joins the new tokens while the other's is on its way."""
+    parts = out_by_rank(context, 2, kv_heads), lse_by_rank(context_lse, 2, kv_heads)
+    rank = group.rank
+    wait = group.beside(
+        lambda: merge_attn_states(out, parts[0][rank], parts[1][rank], out, lse, lse)
+    )
+    outs, lses = group.all_to_all(parts)
+    wait()
+    merge_attn_states(out, outs[1 - rank], lses[1 - rank], out, lse, lse)
 
 
 def _own_kv_heads(group: Communicator, k: Array, v: Array) -> tuple[Array, Array]:
