@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from cupyflash import flash_attn_varlen_func
-from cupyflash.testing import POISON_INDEX, expect_attention
+from cupyflash.testing import POISON_INDEX, expect_attention, weight_precision
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
@@ -99,6 +99,7 @@ def run(path, args):
 
 def expected(path, args, **precision):
     """What the call must return; the arguments may lie on a GPU."""
+    precision = weight_precision(**args) | precision
     host = {n: path.host(a) if hasattr(a, "dtype") else a for n, a in args.items()}
     return expect_attention(**host, **precision)
 

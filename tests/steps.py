@@ -19,7 +19,7 @@ from cupyflash.backends.kv_layout import (
     packed_kv_cache_stride_order,
     split_kv_cache,
 )
-from cupyflash.testing import DTYPES, POISON_INDEX, expect_attention, round_to
+from cupyflash.testing import DTYPES, POISON_INDEX, expect_attention, round_to, weight_precision
 
 GRAPHS = {"full_cuda_graphs": True, "max_cudagraph_capture_size": 64}
 LAYOUTS = ("NHD", "HND", *(f"packed-{name}" for name in PACKED_LAYOUTS))
@@ -301,7 +301,8 @@ class Made:
         return (reach, 0) if self.case.causal else (reach, reach)
 
     def expected(self, **changes):
-        return expect_attention(**{**self.arguments(), **changes}, out_dtype=self.case.dtype)
+        args = {**self.arguments(), **changes}
+        return expect_attention(**args, out_dtype=self.case.dtype, **weight_precision(**args))
 
 
 def address(path, array):

@@ -15,7 +15,7 @@ from batches import BF16, paged, random_batch, starts
 from conftest import Path
 
 from cupyflash import flash_attn_varlen_func
-from cupyflash.testing import DTYPES, expect_attention, round_to
+from cupyflash.testing import DTYPES, expect_attention, round_to, weight_precision
 
 SEQUENCES = (((1, 1328), (5, 18), (129, 463)), ((1, 523), (1, 37), (1, 2011)))
 PAGE = 16
@@ -55,12 +55,12 @@ def operands(lengths, heads, dim, q_type):
 
 
 @cache
-def expected(lengths, heads, dim, window, q_type):
+def expected(lengths, heads, dim, window, q_type, **precision):
     (q, k, v), scales = operands(lengths, heads, dim, q_type)
     q_lens, kv_lens = zip(*lengths, strict=True)
     return expect_attention(
         q, k, v, cu_seqlens_q=starts(q_lens), cu_seqlens_k=starts(kv_lens), causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0), **scales,
+        window_size=(-1, -1) if window is None else (window - 1, 0), **scales, **precision,
     )  # fmt: skip
 
 
@@ -86,28 +86,31 @@ def run(path, point):
     caches, table = far_caches(path, *paged((k, v), kv_lens, PAGE), point["blocks"])
     out = path.array(np.full(q.shape, np.nan, BF16))
     version = None if path.name == "numpy" else point["version"]
+    args = (path.array(q), *caches, max(q_lens), path.array(starts(q_lens)), max(kv_lens))
+    options = dict(
+        seqused_k=path.array(kv_lens, np.int32), block_table=path.array(table), causal=True,
+        window_size=None if point["window"] is None else (point["window"] - 1, 0),
+        fa_version=version, **{name: path.array(scale) for name, scale in scales.items()},
+    )  # fmt: skip
     try:
         found, lse = flash_attn_varlen_func(
-            path.array(q), *caches, max(q_lens), path.array(starts(q_lens)), max(kv_lens),
-            seqused_k=path.array(kv_lens, np.int32), block_table=path.array(table), causal=True,
-            window_size=None if point["window"] is None else (point["window"] - 1, 0),
-            out=out if point["use_out"] else None, return_softmax_lse=True, fa_version=version,
-            **{name: path.array(scale) for name, scale in scales.items()},
-        )  # fmt: skip
+            *args, **options, out=out if point["use_out"] else None, return_softmax_lse=True
+        )
     except ValueError as refusal:
         if version != 3 or "version 3" not in str(refusal):
             raise
         assert np.isnan(path.host(out).astype(np.float32)).all()
         return None
     assert not point["use_out"] or found is out
-    return path.host(found), path.host(lse)
+    return path.host(found), path.host(lse), weight_precision(*args, **options)
 
 
 def check(path, point):
     found = run(path, point)
     if found is not None:
+        *results, precision = found
         shape = (point["lengths"], point["heads"], point["dim"], point["window"])
-        expected(*shape, point["q_type"]).check(*found)
+        expected(*shape, point["q_type"], **precision).check(*results)
 
 
 @pytest.mark.gpu

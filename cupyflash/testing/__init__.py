@@ -11,6 +11,7 @@ from .expect import Expected, expect_attention, expect_merge
 from .oracle import attention_oracle, merge_oracle, varlen_oracle, visible, write_oracle
 from .patterns import PATTERNS
 from .poison import LAYOUTS, POISON_INDEX, Placed, place
+from .precision import weight_precision
 from .rounding import DTYPES, round_to, saturate
 
 __all__ = [
@@ -35,5 +36,6 @@ __all__ = [
     "varlen_baseline",
     "varlen_oracle",
     "visible",
+    "weight_precision",
     "write_oracle",
 ]

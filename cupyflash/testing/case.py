@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash.explain import explain
-
 from .expect import Expected, expect_attention
 from .patterns import draw
 from .poison import POISON_INDEX, Placed, place, poison_of
+from .precision import weight_precision
 from .requests import to_numpy
 from .rounding import DTYPES, round_to
 
@@ -152,10 +151,9 @@ class Inputs:
 
     def precision(self, **more: Any) -> dict[str, Any]:
         """What `expected` has to know of the kernels that serve a call with these options."""
-        if self.case.q_type != "e4m3" or self.case.kv_type != "e4m3" or self.case.layout == "odd":
-            return {}
-        kernels = explain(**self.args, **more).kernels
-        return {"p_dtype": "e4m3"} if kernels.startswith("Hopper 8-bit prefill") else {}
+        if self.case.layout == "odd":
+            return {}  # its rows are not for such kernels
+        return weight_precision(**self.args, **more)
 
 
 class _Maker:
