@@ -36,6 +36,7 @@ class Gpu(StandIn):
 
 @pytest.fixture(params=[(8, 0), (9, 0)])
 def gpu(request, monkeypatch):
+    pytest.importorskip("cupy")  # is asked how many GPUs there are
     forget()
     monkeypatch.setattr(Array, "fill", lambda self, value: None, raising=False)
     monkeypatch.setattr(workspace, "on_stream", lambda *a: nullcontext())
