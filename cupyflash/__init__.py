@@ -19,6 +19,7 @@ from .kv_cache import reshape_and_cache_flash
 from .latent_cache import concat_and_cache_mla, gather_latent_cache
 from .merge import merge_attn_states
 from .mla import ContextChunk, mla_decode, mla_prefill
+from .prefix_search import find_prefix_tree
 from .prefix_tree import PrefixTree, prefix_tree
 from .quantize import quantize_fp8
 from .runtime.workspace import free_workspaces
@@ -38,6 +39,7 @@ __all__ = [
     "explain",
     "fa_version",
     "fa_version_unsupported_reason",
+    "find_prefix_tree",
     "flash_attn_func",
     "flash_attn_supports_fp8",
     "flash_attn_varlen_func",

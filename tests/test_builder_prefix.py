@@ -13,9 +13,7 @@ from cupyflash import use_cascade_attention
 from cupyflash.backends.common_prefix import (
     common_prefix_blocks,
     common_prefix_len,
-    shared_groups,
 )
-from cupyflash.prefix_tree import prefix_tree
 from cupyflash.shared_prefix import PrefixSchedule
 
 DECODE = Case(((1, 40), (1, 16), (1, 70)), num_kv_heads=2, group_size=2)
@@ -184,39 +182,3 @@ def test_a_prefix_that_is_found_can_be_built(step_path, case, blocks):
     assert found % size == 0
     if found:
         assert made.builder.build(found, made.common).use_cascade
-
-
-def test_groups_are_found_in_a_table():
-    table = np.full((6, 8), 99, np.int32)
-    table[[0, 2, 3, 5], :2] = [7, 8]
-    table[[2, 5], 2:5] = [1, 2, 3]
-    table[[0, 3], 2] = [4, 5]
-    table[[1, 4], 0] = [20, 21]
-    computed = np.array([60, 30, 90, 60, 30, 85])
-    found = shared_groups(table, computed, 16)
-    assert found == [([0, 2, 3, 5], 32), ([2, 5], 80)]
-    assert shared_groups(table, computed, 16, levels=1) == found[:1]
-    assert shared_groups(table, computed, 16, null_block=7) == []
-    assert shared_groups(table, np.array([60, 30, 15, 60, 30, 85]), 16)[0] == ([0, 3, 5], 32)
-    assert shared_groups(table[:0], computed[:0], 16) == []
-
-
-@given(seed=st.integers(0, 999), requests=st.integers(0, 12), levels=st.integers(1, 3))
-def test_found_groups_make_a_tree_and_are_shared(seed, requests, levels):
-    rng = np.random.default_rng(seed)
-    table = rng.integers(0, 3, (requests, 6)).astype(np.int32)
-    computed = rng.integers(0, 97, requests)
-    groups = shared_groups(table, computed, 16, levels=levels)
-    tree = prefix_tree(groups, requests)
-    assert tree.levels <= levels
-    for members, tokens in groups:
-        rows = table[members, : tokens // 16]
-        assert tokens
-        assert len(members) > 1
-        assert (rows == rows[0]).all()
-        assert (computed[members] >= tokens).all()
-
-
-def test_groups_of_a_table_on_a_gpu_are_not_read():
-    with pytest.raises(TypeError, match="NumPy"):
-        shared_groups([[1, 2]], [16], 16)

@@ -11,6 +11,7 @@ from emulator import device_array, emulated
 from latent import hopper_latent
 from prefixes import SHARED, cascade, make_shared
 
+from cupyflash import find_prefix_tree
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.cascade import merge_attn_states
 from cupyflash.kv_cache import reshape_and_cache_flash
@@ -50,7 +51,9 @@ def latent_on_hopper() -> None:
 
 
 def shared() -> None:
-    cascade(*make_shared(SHARED, [([0, 1, 2, 3], 64)]))
+    inputs, _ = make_shared(SHARED, [([0, 1, 2, 3], 64)])
+    table, lengths = inputs.args["block_table"], inputs.args["seqused_k"]
+    cascade(inputs, find_prefix_tree(table, lengths, SHARED.page_size))
 
 
 def merge() -> None:
@@ -73,6 +76,7 @@ def write() -> None:
 RUNS: list[tuple[str, Callable[[], None]]] = [
     ("sm_80", lambda: attend(PAGED, num_splits=2)),
     ("sm_80", lambda: attend(PACKED)),
+    ("sm_80", lambda: attend(PAGED.replace(lengths=((1, 120), (70, 0), (20, 40))))),
     ("sm_90", lambda: attend(PAGED, fa_version=3)),
     ("sm_90", lambda: attend(PACKED, fa_version=3)),
     ("sm_90", scheduled),

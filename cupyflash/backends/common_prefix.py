@@ -7,9 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cupyflash.runtime.shared_tile import MOST_LEVELS
-
-__all__ = ["check_common_prefix", "common_prefix_blocks", "common_prefix_len", "shared_groups"]
+__all__ = ["check_common_prefix", "common_prefix_blocks", "common_prefix_len"]
 
 
 def common_prefix_blocks(block_table: NDArray[Any], null_block: int | None = None) -> int:
@@ -97,58 +95,3 @@ def check_common_prefix(
             f"common_prefix_len={prefix} must be whole blocks of {block_size} tokens that were "
             f"written before this step: a multiple from 0 to {longest}"
         )
-
-
-def shared_groups(
-    block_table: NDArray[Any],
-    num_computed_tokens: NDArray[Any],
-    block_size: int,
-    *,
-    levels: int = MOST_LEVELS,
-    null_block: int | None = None,
-) -> list[tuple[list[int], int]]:
-    """Groups of requests with the same leading blocks, for `prefix_tree`.
-
-    Requests whose first blocks are the same are a group, which shares as many as all of it have in
-    common; inside of it those whose next blocks are the same are groups of the next level.
-
-    Parameters
-    ----------
-    block_table : ndarray [requests, max_blocks], int32
-        On the host; entries past the used ones may hold anything.
-    num_computed_tokens : ndarray [requests]
-        Keys that earlier steps wrote: blocks with a token of this step are not shared.
-    block_size : int
-    levels : int
-    null_block : int, optional
-        As `common_prefix_blocks`.
-
-    Returns
-    -------
-    list of (list of int, int)
-        Requests, and how many tokens they share from the beginning on.
-
-    Raises
-    ------
-    TypeError
-        The table is not a NumPy array.
-    """
-    if not isinstance(block_table, np.ndarray):
-        raise TypeError(f"block_table is {type(block_table).__name__}; pass a NumPy array")
-    blocks = np.asarray(num_computed_tokens) // block_size
-    found: list[tuple[list[int], int]] = []
-
-    def split(rows: NDArray[Any], begin: int, level: int) -> None:
-        rows = rows[blocks[rows] > begin]
-        for first in np.unique(block_table[rows, begin]) if len(rows) > 1 else ():
-            members = rows[block_table[rows, begin] == first]
-            if len(members) < 2 or first < 0 or first == null_block:
-                continue
-            ahead = block_table[members, begin : int(blocks[members].min())]
-            end = begin + common_prefix_blocks(ahead, null_block)
-            found.append((members.tolist(), end * block_size))
-            if level + 1 < levels:
-                split(members, end, level + 1)
-
-    split(np.arange(len(block_table)), 0, 0)
-    return found

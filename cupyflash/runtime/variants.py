@@ -9,6 +9,7 @@ from .decode_tile import decode_variants
 from .merge_plan import merge_variants
 from .mla_plan import mla_variants
 from .prefill_plan import prefill_variants
+from .prefix_search import prefix_variants
 from .quantize_plan import quantize_variants
 from .shared_tile import shared_variants
 from .variant import Variant
@@ -26,6 +27,7 @@ FAMILIES: tuple[Callable[[str], Iterator[Variant]], ...] = (
     mla_variants,
     quantize_variants,
     shared_variants,
+    prefix_variants,
 )
 
 
