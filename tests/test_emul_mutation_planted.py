@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from emulator.planted import PLANTED
+from emulator.planted_fp8 import PLANTED_FP8
 from emulator.planted_shared import PLANTED_SHARED
 from emulator.planted_sm80 import PLANTED_SM80
 
@@ -22,6 +23,11 @@ def test_emul_catches_what_is_planted_in_the_portable_kernels(bug):
 
 @pytest.mark.parametrize("bug", PLANTED_SHARED, ids=lambda b: b.name)
 def test_emul_catches_what_is_planted_in_the_kernels_of_shared_prefixes(bug):
+    check(bug)
+
+
+@pytest.mark.parametrize("bug", PLANTED_FP8, ids=lambda b: b.name)
+def test_emul_catches_what_is_planted_in_the_8_bit_prefill(bug):
     check(bug)
 
 

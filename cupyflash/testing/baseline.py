@@ -85,7 +85,8 @@ def _round_weights(p: Float32, dtype: Any, phase: float) -> Float32:
     largest = np.nan_to_num(blocks.max(axis=1, keepdims=True), nan=1.0)
     down = np.ceil(np.maximum(np.log2(np.maximum(largest, 1.0)), 0.0)) + phase
     scale = (_LARGEST_SUM * 2.0**-down).astype(np.float32)
-    return round_to(p * scale, dtype).astype(np.float32) / scale
+    rounded: Float32 = round_to(p * scale, dtype).astype(np.float32) / scale
+    return rounded
 
 
 def _distance(seqlen_q: int, seqlen_k: int) -> Float32:

@@ -1,0 +1,106 @@
+"""Bugs planted in the 8-bit Hopper prefill."""
+
+# ruff: noqa: E501  (a bug a line)
+
+from __future__ import annotations
+
+from cupyflash.testing import Case
+
+from .planted import Planted
+
+__all__ = ["PLANTED_FP8"]
+
+KERNEL = "attention_fwd_sm90_fp8.cu"
+_TILES = Case(lengths=((140, 500),), num_heads_kv=1, group_size=2, head_dim=64, causal=True,
+              descale=True, q_type="e4m3", kv_type="e4m3")  # fmt: skip
+_TAIL = _TILES.replace(lengths=((33, 0), (70, 7)), causal=False)  # tiles with rows of others
+_GROWING = _TILES.replace(pattern="outlier", lengths=((64, 700),), group_size=1, head_dim=128)
+_AGAIN = Case(lengths=((130, 30), (200, 0)), group_size=2, head_dim=128, causal=True, page_size=16,
+              pattern="outlier", q_type="e4m3", kv_type="e4m3")  # fmt: skip
+
+
+def _wait(barrier: str) -> str:
+    return rf"(mbarrier_wait\(shared_address\(&[\w.()]*{barrier}\[\w+\.slot\]\), \w+\.parity)( \^ 1)?\);"
+
+
+PLANTED_FP8 = [
+    Planted("fp8: nothing", KERNEL, "", "", _TILES),
+    Planted("fp8: no wait for keys", KERNEL, _wait("key_full"), ";", _TILES),
+    Planted("fp8: no wait for transposed values", KERNEL, _wait("turned_full"), ";", _TILES),
+    Planted("fp8: no wait for stored values", KERNEL, _wait("value_full"), ";", _TILES),
+    Planted("fp8: transposed over values in use", KERNEL, _wait("turned_empty"), ";", _TILES),
+    Planted("fp8: values loaded over those in use", KERNEL, _wait("value_empty"), ";", _TILES),
+    Planted(
+        "fp8: one transposing warp is enough",
+        KERNEL,
+        r"turned_full\[i\]\), kTransposingWarps\)",
+        "turned_full[i]), 1)",
+        _TILES,
+    ),
+    Planted(
+        "fp8: no proxy fence after the transposition",
+        KERNEL,
+        r"      fence_async_proxy\(\);\n      __syncwarp\(\);\n",
+        "      __syncwarp();\n",
+        _TILES,
+    ),
+    Planted(
+        "fp8: rows of nobody are not cleared",
+        KERNEL,
+        r"if \(from > 0 \|\| until < kKeys\)",
+        "if (false)",
+        _TAIL,
+    ),
+    Planted(
+        "fp8: clearing ends a row late",
+        KERNEL,
+        r"max\(until, 0\), kKeys\)",
+        "max(until, 0) + 1, kKeys)",
+        _TAIL,
+    ),
+    Planted(
+        "fp8: keys of P in plain order",
+        KERNEL,
+        r"16 \* i \+ 8 \* \(j / 2\) \+ 2 \* \(j % 2\)",
+        "16 * i + 4 * j",
+        _TILES,
+    ),
+    Planted(
+        "fp8: columns of V in plain order",
+        KERNEL,
+        r"o\[i \+ 4\] \* norm, o\[i \+ 1\] \* norm",
+        "o[i + 1] * norm, o[i + 4] * norm",
+        _TILES,
+    ),
+    Planted("fp8: bytes of V paired wrongly", KERNEL, "0x7531", "0x6420", _TILES),
+    Planted("fp8: O is not added up", KERNEL, r"\+= o\[i\]", "= o[i]", _TILES),
+    Planted(
+        "fp8: sums of the rest are not rescaled",
+        KERNEL,
+        r"if constexpr \(kFlush > 0\) scale_output\(total, factor\)",
+        ";",
+        _GROWING,
+    ),
+    Planted(
+        "fp8: weights beyond the format",
+        KERNEL,
+        "kLargestWeight = 448.f",
+        "kLargestWeight = 1e6f",
+        _GROWING,
+    ),
+    Planted(
+        "fp8: descale of v left out",
+        KERNEL,
+        r"const float by = value_scale\(p, t\.request, t\.kv_head\)",
+        "const float by = 1.f",
+        _TILES,
+    ),
+    Planted("fp8: one key too many is seen", KERNEL, r"at >= high\)", "at > high)", _TILES),
+    Planted(
+        "fp8: a tile is overwritten while it is read",
+        KERNEL,
+        r"__syncwarp\(\);  // all lanes have read the tile before this one\n",
+        "\n",
+        _AGAIN,
+    ),
+]
