@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 from emulator import emulated
@@ -166,3 +167,50 @@ def test_what_it_does_not_take_goes_to_the_portable_kernel_with_a_reason(change,
         assert not runs_fp8()
         if fa_version is None:
             assert reason in explain(**inputs.args).kernels
+
+
+def test_b64_small_weights_are_not_lost_from_the_sum_alone():
+    """V = 1 and a peaked softmax over 4096 keys: out stays 1."""
+    for pattern in ("spiky", "outlier"):
+        inputs = Case(
+            lengths=((64, 4032),), page_size=64, pattern=pattern, seed=3, head_dim=128, **E4M3
+        ).make()
+        inputs.args["v"] = np.full_like(inputs.args["v"], 0x38)  # 1
+        with emulated("sm_90a", num_sms=2):
+            out = flash_attn_varlen_func(**inputs.args)
+            assert runs_fp8()
+        np.testing.assert_allclose(out[:64].astype(np.float32), 1, atol=0.02)
+
+
+@pytest.mark.parametrize("keys", [127, 128, 129, 255, 256, 257, 384, 512])
+def test_lengths_around_multiples_of_a_key_tile_are_no_worse(keys):
+    """The largest weight on the first key, or on the last one."""
+    case = Case(lengths=((40, keys - 40),), page_size=16, head_dim=128, **E4M3)
+    for at in (0, keys - 1):
+        inputs = case.make()
+        page, slot = inputs.args["block_table"][0, at // 16], at % 16
+        inputs.args["k"][page, slot] = 0x60  # 32
+        with emulated("sm_90a", num_sms=2):
+            inputs.check(flash_attn_varlen_func)
+            assert runs_fp8()
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale", "q_descale"])
+def test_b65_and_b68_descales_of_each_request_and_head_alone(name):
+    case = Case(lengths=((40, 20), (35, 0)), num_heads_kv=2, group_size=2, causal=True, **E4M3)
+    scaled(case, **{name: np.float32([[0.5, 2], [1, 4]])})
+
+
+def test_b71_all_256_bytes_as_values():
+    """One key: out is its value, exactly; NaN stays NaN."""
+    every = np.arange(256, dtype=np.uint8).reshape(2, 1, 128)
+    q = np.zeros((80, 1, 128), np.uint8)
+    starts = np.array([0, 40, 80], np.int32), np.array([0, 1, 2], np.int32)
+    with emulated("sm_90a", num_sms=2):
+        out, lse = flash_attn_varlen_func(
+            q, np.zeros_like(every), every, 40, starts[0], 1, starts[1], return_softmax_lse=True
+        )
+        assert runs_fp8()
+    right = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    np.testing.assert_array_equal(out.astype(np.float32), np.repeat(right, 40, axis=0))
+    assert (lse == 0).all()
