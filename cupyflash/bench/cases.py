@@ -179,6 +179,7 @@ def _paged_prefill() -> list[BenchCase]:
     ragged = _skewed(32, 64, 4096)
     long = (16384,)
     window, twice = (1023, 0), (8192, 8192)
+    eight: dict[str, Any] = {"q_type": "e4m3", "kv_type": "e4m3"}
     return [
         *found,
         BenchCase("chunked-prefill/q512-k8192", q_lens=(512,) * 8, k_lens=(8192,) * 8),
@@ -186,6 +187,8 @@ def _paged_prefill() -> list[BenchCase]:
         BenchCase("window-prefill/w1024/s16384", q_lens=long, k_lens=long, window=window),
         BenchCase("softcap-prefill/s8192", q_lens=twice, k_lens=twice, softcap=50.0),
         BenchCase("ragged-prefill/32req", q_lens=ragged, k_lens=ragged),
+        BenchCase("prefill-fp8/paged/p16/s8192", q_lens=twice, k_lens=twice, **eight),
+        BenchCase("prefill-fp8/paged/q512-k8192", q_lens=(512,) * 8, k_lens=(8192,) * 8, **eight),
         BenchCase(
             "prefill/d192-128/causal/s8192",
             q_lens=twice,

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from .cases import BenchCase
+from .cudnn_fp8 import cudnn_fp8
 from .inputs import BenchInputs
 from .providers import NoKernelError
 from .timing import Prepared, calls_a_replay
@@ -216,7 +217,9 @@ def _is_plain(case: BenchCase) -> bool:
 
 
 def cudnn(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
-    """cuDNN through torch's SDPA."""
+    """cuDNN through torch's SDPA; its FP8 graph through ``nvidia-cudnn-frontend``."""
+    if inputs.case.q_type == "e4m3":
+        return cudnn_fp8(inputs, _torch())
     return _sdpa(inputs, "CUDNN_ATTENTION")
 
 
