@@ -18,6 +18,7 @@ namespace {
 using V = ConvertVariant;
 constexpr int kThreads = 128;
 constexpr int kTokensPerThread = 4;
+constexpr int kEarlyTokens = 2;  // of those, whose rows are asked for at once
 static_assert(params_agree<MergeParams>(), "MergeParams differs from the host's layout");
 
 struct Weights {
@@ -60,6 +61,26 @@ struct Rows {
 
 __device__ Rows rows_of(const char *array, i64 token, int head, i64 token_stride, i64 head_stride) {
   return {array + token * token_stride + head * head_stride, token_stride * blockDim.z};
+}
+
+// Weights come first, so rows are asked for before the log-sum-exps that say how much of them
+// counts.
+__device__ void fetch_tile_early(const MergeParams &p, i64 token, int head) {
+  const Rows prefix_rows =
+      rows_of(p.prefix_out, token, head, p.prefix_token_stride, p.prefix_head_stride);
+  const Rows suffix_rows =
+      rows_of(p.suffix_out, token, head, p.suffix_token_stride, p.suffix_head_stride);
+  for (int i = 0; i < kEarlyTokens; ++i) {
+    const i64 own = token + i * blockDim.z;
+    if (own >= p.tokens) break;
+    for (int at = threadIdx.x * 128; at < p.head_dim * kItemBytes<V::kIn>; at += blockDim.x * 128) {
+      if (own < p.prefix_tokens) fetch_early(prefix_rows[i] + at);
+      fetch_early(suffix_rows[i] + at);
+    }
+  }
+  if (threadIdx.x || threadIdx.z) return;
+  fetch_early(p.prefix_lse + head * p.prefix_lse_head_stride + token * p.prefix_lse_token_stride);
+  fetch_early(p.suffix_lse + head * p.suffix_lse_head_stride + token * p.suffix_lse_token_stride);
 }
 
 // kTokensPerThread tokens of one head, kCount elements at a time.
@@ -112,19 +133,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 6) KERNEL_NAME(
   const i64 first_token = static_cast<i64>(blockIdx.x) * tile_tokens;
   const int first_head = blockIdx.y * tile_heads;
   const int thread = (threadIdx.z * blockDim.y + threadIdx.y) * blockDim.x + threadIdx.x;
+  const int head = first_head + threadIdx.y;
+  const i64 token = first_token + threadIdx.z;
+  if (head < p.heads && token < p.tokens) fetch_tile_early(p, token, head);
   follow_earlier_launches();
   for (int row = thread; row < tile_tokens * tile_heads; row += threads) {
-    const i64 token = first_token + row % tile_tokens;
-    const int head = first_head + row / tile_tokens;
-    const bool inside = token < p.tokens && head < p.heads;
-    weights[row] = inside ? merge_row(p, token, head) : Weights{0.f, 0.f};
+    const i64 row_token = first_token + row % tile_tokens;
+    const int row_head = first_head + row / tile_tokens;
+    const bool inside = row_token < p.tokens && row_head < p.heads;
+    weights[row] = inside ? merge_row(p, row_token, row_head) : Weights{0.f, 0.f};
   }
   __syncthreads();
-  const int head = first_head + threadIdx.y;
   if (head >= p.heads) return;
   const float scale = p.out_scale ? *p.out_scale : p.out_scale_value;
   const Weights *own = weights + threadIdx.y * tile_tokens + threadIdx.z;
-  const i64 token = first_token + threadIdx.z;
   if (p.vectorised) {
     merge_rows<16 / kItemBytes<V::kIn>>(p, own, token, head, scale);
   } else {
