@@ -14,7 +14,7 @@ from .known_call import keep_known, queue_known
 from .runtime import env
 from .runtime.arrays import AttentionArrays, as_array
 from .runtime.call import Call, prepare, refuse_options
-from .runtime.foreign_views import gpu_views
+from .runtime.foreign_views import FOREIGN, gpu_views
 from .runtime.nvtx import call_range
 from .runtime.rules.share import share_of, with_share
 from .scheduler_metadata import check_metadata
@@ -185,7 +185,8 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     found = None
     if share is None:
-        found = queue_known(given, options, scheduler_metadata, stream)
+        if type(q) not in FOREIGN:
+            found = queue_known(given, options, scheduler_metadata, stream)
         if found is None and (views := gpu_views(given, _GIVEN, stream)):
             given = views
             found = queue_known(given, options, scheduler_metadata, stream)

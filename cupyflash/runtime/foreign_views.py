@@ -29,7 +29,11 @@ from .cupy_import import load_cupy
 from .foreign import Consumer, adopt
 from .gpu_key import one_gpu
 
-__all__ = ["gpu_views"]
+__all__ = ["FOREIGN", "gpu_views"]
+
+FOREIGN: set[Any] = set()
+"""Types whose arrays were foreign before: calls on them look for views first."""
+
 
 _MOST_VIEWS = 8192
 _CUDA = 2
@@ -70,6 +74,8 @@ def gpu_views(given: Sequence[Any], names: Sequence[str], stream: Any) -> tuple[
         look = _looks.get(kind)
         if look is None:
             look = _looks.setdefault(kind, _look_of(kind))
+            if look is not _not_foreign:
+                FOREIGN.add(kind)
         if look is _not_foreign:
             continue
         view = look(value, consumer)
