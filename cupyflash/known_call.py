@@ -151,9 +151,9 @@ def _again(recording: Recording, device: Device, stream: int) -> bool:
     """Queue what was recorded, unless the scratch memory is elsewhere now."""
     if not recording.places:
         return recording.queue()
-    with scratch_of(device, stream) as scratch:
-        scratch.reserve(recording.nbytes)
-        return scratch.place in recording.places and recording.queue()
+    scratch = scratch_of(device, stream)
+    with scratch.lock:
+        return scratch.still_serves(recording) and recording.queue()
 
 
 def _queue(

@@ -11,7 +11,7 @@ import numpy as np
 from .arrays import on_stream
 from .device import Device
 from .errors import CaptureError
-from .recording import current_recording
+from .recording import Recording, current_recording
 
 __all__ = ["COUNTERS", "Scratch", "free_workspaces", "scratch_of"]
 
@@ -34,7 +34,8 @@ class Scratch:
 
     def __init__(self, device: Device, stream: int | None) -> None:
         self._device, self._stream = device, stream
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self._place: tuple[int, int] | None = None  # of the block and the counters, once asked
         self._block: Any = None
         self._counters: Any = None
         self._nbytes = 0
@@ -42,7 +43,7 @@ class Scratch:
         self._pinned: list[Any] = []
 
     def __enter__(self) -> Scratch:
-        self._lock.acquire()
+        self.lock.acquire()
         return self
 
     def __exit__(
@@ -51,7 +52,7 @@ class Scratch:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._lock.release()
+        self.lock.release()
 
     @property
     def nbytes(self) -> int:
@@ -77,17 +78,18 @@ class Scratch:
             self._grow(nbytes)
         self._captured |= capturing
         recording = current_recording()
-        if recording is not None:
-            recording.reserved(nbytes, self.place)
+        if recording is not None and self._block is not None:
+            pointer = self._device.pointer
+            self._place = self._place or (pointer(self._block), pointer(self._counters))
+            recording.reserved(nbytes, self._place)
         return self._block
 
-    @property
-    def place(self) -> tuple[int, int]:
-        """Addresses of the block and of the counters; 0 where there are none yet."""
-        if self._block is None:
-            return 0, 0
-        pointer = self._device.pointer
-        return pointer(self._block), pointer(self._counters)
+    def still_serves(self, recording: Recording) -> bool:
+        """Whether the memory that a call reserved is still there, which reserves it again."""
+        if recording.nbytes > self._nbytes or self._place not in recording.places:
+            return False
+        self._captured |= self._device.is_capturing(self._stream)
+        return True
 
     @property
     def counters(self) -> Any:
@@ -103,7 +105,7 @@ class Scratch:
         if self._captured:
             self._pinned.append(self._block)
         size = max(-(-nbytes // _GRAIN) * _GRAIN, min(2 * self._nbytes, 1 << 28))
-        self._block, self._nbytes = None, 0
+        self._block, self._nbytes, self._place = None, 0, None
         self._block = self._device.empty((size,), np.dtype(np.uint8), self._stream)
         self._nbytes, self._captured = size, False
 
