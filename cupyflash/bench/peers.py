@@ -20,7 +20,7 @@ from .inputs import BenchInputs
 from .providers import NoKernelError
 from .timing import Prepared, calls_a_replay
 
-__all__ = ["PEERS", "peer_path", "prepare_peer"]
+__all__ = ["PEERS", "fa3_forward", "peer_path", "prepare_peer"]
 
 _libraries: dict[str, Any] = {}
 
@@ -166,6 +166,23 @@ def fa3(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
         )
 
     return call
+
+
+def fa3_forward(
+    folder: Path | None, q: Any, k: Any, v: Any, starts: Sequence[Any], scales: Sequence[float],
+    out: Any,
+) -> None:  # fmt: skip
+    """One call of FA3 on packed 8-bit arrays, with one descale each; `out` is written."""
+    ops, torch = _operators(folder, "fa3", "_vllm_fa3_C"), _torch()
+    starts = [_tensor(each) for each in starts]
+    shape = len(starts[0]) - 1, k.shape[1]
+    given = [torch.full(shape, scale, device="cuda") for scale in scales]
+    found = _tensor(out)
+    ops.fwd(
+        *(_tensor(x, True) for x in (q, k, v)), *[None] * 3, found, *starts, *[None] * 3,
+        len(q), len(k), *[None] * 6, *given, q.shape[2] ** -0.5, False, -1, -1, 0.0, True, None,
+        0, None, 0, None, 1, 0, None,
+    )  # fmt: skip
 
 
 def flashmla(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
