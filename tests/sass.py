@@ -75,6 +75,6 @@ def product_loops(variant: Variant) -> list[Loop]:
         back = _BACK.search(text)
         start = labels.get(back[1], len(code)) if back else len(code)
         inner = any(start <= low and high <= i for low, high in spans)
-        if start < i and not inner and any("HGMMA" in t for t in code[start:i]):
+        if start < i and not inner and any("GMMA" in t for t in code[start:i]):
             spans.append((start, i))
     return [Loop(code[start : end + 1]) for start, end in spans]

@@ -1,0 +1,30 @@
+"""What ptxas makes of the inner loop of the 8-bit Hopper prefill."""
+
+from __future__ import annotations
+
+import pytest
+from sass import disassembler, instructions, product_loops
+
+from cupyflash.runtime.prefill_plan import prefill_variants
+
+VARIANTS = {variant.symbol: variant for variant in prefill_variants("sm_90")}
+
+
+def inner_loop(variant, keys):
+    """The one that keeps the shift: it has a maximum over scores only where sums were too large."""
+    loops = [loop for loop in product_loops(variant) if loop.count("MUFU.EX2") >= keys // 2]
+    return min(loops, key=lambda loop: len(loop.body))
+
+
+@pytest.mark.parametrize(("head_dim", "keys"), [(64, 128), (128, 128)])
+def test_the_inner_loop(head_dim, keys):
+    variant = VARIANTS[f"attention_fwd_sm90_fp8_d{head_dim}_n{keys}"]
+    loop = inner_loop(variant, keys)
+    assert loop.count("QGMMA") == head_dim // 32 + keys // 32
+    # Descriptors come from uniform registers: a move for each of them would be twice as many.
+    assert loop.count("R2UR") <= 4
+    # Exponentials run beside the warpgroup's own products.
+    assert loop.between_waits("MUFU.EX2") >= keys // 2
+    assert not any(
+        "STL" in text or "LDL" in text for text in instructions(variant, disassembler())[0]
+    )
