@@ -9,7 +9,14 @@ from math import gcd
 from .device import DeviceInfo
 from .plan import Plan
 from .problem import AttentionProblem
-from .shared_tile import MOST_LEVELS, SHARE_ROWS, UNIT_BYTES, SharedTile, schedule_shared_variant
+from .shared_tile import (
+    MOST_LEVELS,
+    SCRATCH_BYTES,
+    SHARE_ROWS,
+    UNIT_BYTES,
+    SharedTile,
+    schedule_shared_variant,
+)
 
 __all__ = ["MOST_SHARED_REQUESTS", "SharedPlan", "make_shared_plan", "shared_refusal"]
 
@@ -44,6 +51,8 @@ class SharedPlan:
         Of a TMA box of shared keys.
     most_tokens : int
         Of a request.
+    schedulers : int
+        Blocks of the attention that can make the schedule first; 0: it takes a launch.
     """
 
     schedule: Plan
@@ -55,6 +64,7 @@ class SharedPlan:
     row_block: int
     box_keys: int
     most_tokens: int
+    schedulers: int
 
 
 def shared_refusal(problem: AttentionProblem, info: DeviceInfo, levels: int = 1) -> str:
@@ -135,14 +145,14 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
         ("units", units * UNIT_BYTES),
         ("group_line", (groups + 1) * 4),
         ("tokens", levels * problem.total_q * 4),
-        ("arrivals", 4),
+        ("arrivals", 8),
     )
     rounded = tuple((name, -(-nbytes // 16) * 16) for name, nbytes in sizes)
     nbytes = sum(size for _, size in rounded)
     threads = -(-batch // 32) * 32
     blocks = max(1, min(_SCHEDULE_BLOCKS, -(-units // threads)))
     return SharedPlan(
-        Plan(schedule_shared_variant(), (blocks, 1, 1), (threads, 1, 1), programmatic=True),
+        Plan(schedule_shared_variant(), (blocks, 1, 1), (threads, 1, 1), SCRATCH_BYTES, 0, True),
         Plan(tile.variant, (ctas, 1, 1), (_THREADS, 1, 1), tile.smem_bytes, nbytes, True),
         tile,
         levels,
@@ -151,4 +161,5 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
         rows,
         gcd(problem.page_size or _BLOCK, _BLOCK),
         tokens,
+        min(ctas, _SCHEDULE_BLOCKS, -(-units // _THREADS)) if batch <= _THREADS else 0,
     )

@@ -13,6 +13,7 @@ from .variant import Variant
 
 __all__ = [
     "MOST_LEVELS",
+    "SCRATCH_BYTES",
     "SHARED_PARAMS",
     "SHARE_ROWS",
     "UNIT_BYTES",
@@ -33,7 +34,7 @@ SHARED_PARAMS = ParamsLayout(
         (name, "i32")
         for name in (
             *("levels", "common_keys", "added_keys", "box_shift", "tile_rows", "most_tokens"),
-            "ctas",
+            *("ctas", "schedulers", "clear_arrivals"),
         )
     ),
     ("scale", "f32"),
@@ -47,6 +48,9 @@ SHARE_ROWS = 128
 
 UNIT_BYTES = 64
 """Of a ``MergeUnit``."""
+
+SCRATCH_BYTES = 33_600
+"""Shared memory of the schedule: a ``ScheduleScratch``."""
 
 _ARCH = "sm_90a"
 _BUCKETS = {64: (8, 16), 128: (8,)}  # head sizes, and rows of a request as far as registers reach
@@ -122,5 +126,9 @@ def schedule_shared_variant() -> Variant:
         "schedule_shared.cu",
         "schedule_shared",
         _ARCH,
-        (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes), ("SHARED_NBYTES", SHARED_PARAMS.nbytes)),
+        (
+            ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+            ("SCRATCH_NBYTES", SCRATCH_BYTES),
+            ("SHARED_NBYTES", SHARED_PARAMS.nbytes),
+        ),
     )
