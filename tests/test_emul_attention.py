@@ -63,6 +63,14 @@ def test_every_tile(name, types, head_dim):
         case.make().check(attend)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_sink_is_rounded_once(arch):
+    case = Case(lengths=((1, 2),), alibi="head", sink=True, pattern="one_hot", seed=44766,
+                q_type="fp16", kv_type="fp16")  # fmt: skip
+    with emulated(arch):
+        case.make().check(attend)
+
+
 @pytest.mark.parametrize("num_splits", [2, 3, 8])
 @pytest.mark.parametrize("window", [(-1, -1), (40, 0), (100, 30)])
 def test_splits_that_some_rows_do_not_reach(num_splits, window):

@@ -56,21 +56,24 @@ __device__ __forceinline__ i64 partial_row(const AttentionParams &p, const Reque
          token * p.group;
 }
 
-// What the accumulated values of a final row are multiplied by, once its sink counts; stores its
-// log-sum-exp if `with_lse`.
-__device__ __forceinline__ float conclude_row(const AttentionParams &p, i64 token, int head,
-                                              RowResult result, bool with_lse) {
-  float lse = result.lse, weight = 1.f;
-  if (p.sink) {
-    const float sink = load_sink(p, head);
-    StateSum state(fmaxf(lse, sink));
-    const float part = state.add(lse);
-    state.add(sink);
-    weight = state.weight(part);
-    lse = state.lse();
+// The result of a row whose weights, to base 2 and over `shift`, add up to `sum`. Without the
+// log-sum-exp there is no logarithm.
+__device__ __forceinline__ RowResult conclude(float shift, float sum, float v_scale,
+                                              bool with_lse) {
+  if (sum == 0.f) return {-infinity(), 0.f};
+  return {with_lse ? shift * kLn2 + logf(sum) : 0.f, v_scale / sum};
+}
+
+// The same where a sink counts as a key without a value; what is larger is the one that is not
+// rounded.
+__device__ __forceinline__ RowResult conclude(float shift, float sum, float v_scale, float sink,
+                                              bool with_lse) {
+  const float ahead = fmaf(sink, kLog2e, -shift);
+  if (sum == 0.f || ahead > 0.f) {
+    const float factor = sum == 0.f ? 0.f : exp2f(-ahead), total = fmaf(sum, factor, 1.f);
+    return {with_lse ? sink + logf(total) : 0.f, v_scale * factor / total};
   }
-  if (with_lse) store_lse(p, token, head, lse);
-  return result.norm * weight;
+  return conclude(shift, sum + exp2f(ahead), v_scale, with_lse);
 }
 
 // Whether eight outputs side by side are one store.
@@ -79,8 +82,9 @@ __device__ __forceinline__ bool stores_wide(const AttentionParams &p) {
   return ((low | p.head_dim_v * 2) & 15) == 0;
 }
 
-// Row `row` of a segment; pair n are columns first_column + column_of(n) + {0, 1} of this lane.
-template <int kPairs, class ColumnOf>
+// Row `row` of a segment; pair n are columns first_column + column_of(n) + {0, 1} of this lane. The
+// sink counts here if kSink.
+template <int kPairs, bool kSink = true, class ColumnOf>
 __device__ __forceinline__ void store_row(const AttentionParams &p, const Segment &s, int kv_head,
                                           int row, RowResult result, int first_column,
                                           bool with_lse, const float (&value)[kPairs][2],
@@ -101,7 +105,17 @@ __device__ __forceinline__ void store_row(const AttentionParams &p, const Segmen
     }
     return;
   }
-  const float norm = conclude_row(p, token, head, result, with_lse);
+  float lse = result.lse, weight = 1.f;
+  if (kSink && p.sink) {
+    const float sink = load_sink(p, head);
+    StateSum state(fmaxf(lse, sink));
+    const float part = state.add(lse);
+    state.add(sink);
+    weight = state.weight(part);
+    lse = state.lse();
+  }
+  if (with_lse) store_lse(p, token, head, lse);
+  const float norm = result.norm * weight;
   char *const to = p.out + token * p.out_token_stride + head * p.out_head_stride;
   const bool fp16 = p.out_type == kFp16;
   u32 pair[kPairs];

@@ -42,8 +42,8 @@ struct ForwardStore {
       for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          store_half<kOutTiles / 2>(
-              i, h, conclude(state.shift[i][h], state.sum[i][h], v_scale), 0, 1, true, acc[i]);
+          store_half<kOutTiles / 2>(i, h, state.shift[i][h], state.sum[i][h], v_scale, 0, 1, true,
+                                    acc[i]);
         }
       }
     } else {
@@ -56,18 +56,18 @@ struct ForwardStore {
     }
   }
 
-  // `with_lse` spares a logarithm.
-  __device__ __forceinline__ static RowResult conclude(float shift, float sum, float v_scale,
-                                                       bool with_lse = true) {
-    if (sum == 0.f) return {-infinity(), 0.f};
-    return {with_lse ? shift * kLn2 + logf(sum) : 0.f, v_scale / sum};
+  // A partial result has no sink.
+  __device__ __forceinline__ RowResult result_of(u32 head, float shift, float sum,
+                                                 float v_scale) const {
+    const bool with_lse = p.lse || s.slot >= 0;
+    if (!p.sink || s.slot >= 0) return conclude(shift, sum, v_scale, with_lse);
+    return conclude(shift, sum, v_scale, load_sink(p, static_cast<int>(head)), with_lse);
   }
 
   // All rows of the warp, by way of the place of its queries, which no other warp reads.
   __device__ __forceinline__ void store_rows(const Softmax<kRowTiles> &state,
                                              const Accumulator &acc, float v_scale) const {
     const i64 token = s.request.q_begin;
-    const bool with_lse = p.lse || p.sink;
     float norm[kRowTiles][2];
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i) {
@@ -75,9 +75,9 @@ struct ForwardStore {
       for (int h = 0; h < 2; ++h) {
         const int row = first_row + i * 16 + h * 8 + lane / 4;
         const RowPlace at = rows[min(row, rows.count - 1)];
-        norm[i][h] = conclude_row(p, token + at.token, at.head,
-                                  conclude(state.shift[i][h], state.sum[i][h], v_scale, with_lse),
-                                  row < rows.count && lane % 4 == 0);
+        const RowResult result = result_of(at.head, state.shift[i][h], state.sum[i][h], v_scale);
+        if (row < rows.count && lane % 4 == 0) store_lse(p, token + at.token, at.head, result.lse);
+        norm[i][h] = result.norm;
       }
     }
     __syncwarp();  // all its queries have been read
@@ -130,11 +130,12 @@ struct ForwardStore {
 
   // Pairs of column tiles `first`, first + step, ... of the rows (i, h).
   template <int kPairs>
-  __device__ __forceinline__ void store_half(int i, int h, RowResult result, int first, int step,
-                                             bool with_lse,
+  __device__ __forceinline__ void store_half(int i, int h, float shift, float sum, float v_scale,
+                                             int first, int step, bool with_lse,
                                              const float (&acc)[2 * kPairs][4]) const {
-    const int row = s.row_begin + first_row + i * 16 + h * 8 + lane / 4;
-    if (row >= s.row_end) return;
+    const int in_block = first_row + i * 16 + h * 8 + lane / 4, row = s.row_begin + in_block;
+    if (in_block >= rows.count) return;
+    const RowResult result = result_of(rows[in_block].head, shift, sum, v_scale);
     float value[2 * kPairs][2];
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
@@ -147,7 +148,7 @@ struct ForwardStore {
         }
       }
     }
-    store_row<2 * kPairs>(
+    store_row<2 * kPairs, false>(
         p, s, s.kv_head, row, result, first * 16 + lane % 4 * (V::kWiden ? 4 : 2),
         with_lse && lane % 4 == 0, value,
         [&](int n) { return n / 2 * step * 16 + n % 2 * (V::kWiden ? 2 : 8); });
@@ -200,7 +201,7 @@ struct ForwardStore {
           }
         }
       }
-      store_half<kShare>(0, h, conclude(top, total, v_scale), warp, kKeyWarps, warp == 0, merged);
+      store_half<kShare>(0, h, top, total, v_scale, warp, kKeyWarps, warp == 0, merged);
     }
   }
 };
