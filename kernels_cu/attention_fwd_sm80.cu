@@ -1,5 +1,5 @@
-// Attention forward for compute capability 8.0 and later. Grid: (KV heads * row blocks, 1, splits),
-// row blocks fastest: only x takes more than 65535.
+// Attention forward for compute capability 8.0 and later. Grid: (KV heads * row blocks, 1, splits):
+// only x takes more than 65535.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
@@ -12,11 +12,15 @@ extern "C" __global__ void __launch_bounds__(AttentionVariant::kThreads, Attenti
     const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) char smem[];
   using Kernel = Forward<AttentionVariant>;
-  // The last blocks of a causal request see the most keys: they start first.
-  const u32 blocks = gridDim.x / p.heads_kv;
-  const int block = static_cast<int>(blocks - 1 - blockIdx.x % blocks);
+  const u32 heads = p.heads_kv, blocks = gridDim.x / heads;
+  // The last blocks of a causal request see the most keys: they start first. Where requests are of
+  // unequal lengths, they do so for all heads, or those of the last head would end late.
+  const bool heads_first = p.blocks_a_request == 0;
+  const u32 major = blockIdx.x / (heads_first ? heads : blocks);
+  const u32 minor = blockIdx.x - major * (heads_first ? heads : blocks);
+  const int block = static_cast<int>(blocks - 1 - (heads_first ? major : minor));
   Segment found;
-  found.kv_head = static_cast<int>(blockIdx.x / blocks);
+  found.kv_head = static_cast<int>(heads_first ? minor : major);
   if (!find_segment<Kernel::kRows>(p, block, blockIdx.z, found)) return;
   const float scale = score_scale(p, found.request.index, found.kv_head);
   found.scale = fabsf(scale) * (AttentionVariant::kScoreMod ? 1.f : kLog2e);
