@@ -122,6 +122,9 @@ static_assert(LatentVariant::kCompute == kFp16 || LatentVariant::kCompute == kBf
 // The schedule of shared prefixes.
 struct SharedScheduleVariant {
   static constexpr int kSharedBytes = SHARED_NBYTES;
+#ifdef SCRATCH_NBYTES
+  static constexpr int kScratchBytes = SCRATCH_NBYTES;
+#endif
 };
 #ifdef SHARED_ROWS
 // Decoding with shared prefixes on 9.0: own keys a warp by itself, shared ones in tiles.
