@@ -12,14 +12,20 @@ from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
 from .prefill_plan import PREFILL_PARAMS, TILE_ROWS, PrefillPlan
-from .tensor_map import rows_refusal
+from .tensor_map import (
+    PROMOTE_128B,
+    PROMOTE_256B,
+    SWIZZLE_128B,
+    UINT8,
+    UINT16,
+    ZERO_FILL,
+    rows_refusal,
+)
 from .workspace import COUNTERS, scratch_of
 
 __all__ = ["attend_prefill", "prefill_layout_refusal"]
 
-_UINT8, _UINT16 = 0, 1  # CUtensorMapDataType
 _PANEL = 128  # bytes of a row of a box
-_SWIZZLE_128B, _PROMOTE_128B, _PROMOTE_256B, _ZERO_FILL = 3, 2, 3, 0
 _WIDE = 16
 
 Map = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # shape, strides, box
@@ -80,7 +86,7 @@ def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int,
         _key_map(arrays.v, plan.box_keys),
     )
     paged = layout.problem.page_size is not None
-    return maps, _PROMOTE_128B if paged else _PROMOTE_256B, arrays.k[0][0] if paged else 1
+    return maps, PROMOTE_128B if paged else PROMOTE_256B, arrays.k[0][0] if paged else 1
 
 
 def attend_prefill(
@@ -140,11 +146,11 @@ def _queue(
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
     links = device.pointer(block) + plan.workspace_at + plan.partial_bytes
     own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, -plan.tiling.most_rows)
-    kind = _UINT8 if layout.problem.kv_type.is_fp8 else _UINT16
+    kind = UINT8 if layout.problem.kv_type.is_fp8 else UINT16
     encoded = tuple(
         device.encode_tensor_map(
             array, kind, device.pointer(array), shape, strides, box,
-            _SWIZZLE_128B, promotion, _ZERO_FILL,
+            SWIZZLE_128B, promotion, ZERO_FILL,
         )
         for array, (shape, strides, box) in zip((arrays.q, arrays.k, arrays.v), maps, strict=True)
     )  # fmt: skip

@@ -8,7 +8,23 @@ from typing import Any
 
 from .driver import driver_function
 
-__all__ = ["encode_tensor_map", "rows_refusal"]
+__all__ = [
+    "NO_PROMOTION",
+    "PROMOTE_128B",
+    "PROMOTE_256B",
+    "SWIZZLE_128B",
+    "UINT8",
+    "UINT16",
+    "ZERO_FILL",
+    "encode_tensor_map",
+    "rows_refusal",
+]
+
+# Of CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill.
+UINT8, UINT16 = 0, 1
+SWIZZLE_128B = 3
+NO_PROMOTION, PROMOTE_128B, PROMOTE_256B = 0, 2, 3
+ZERO_FILL = 0
 
 _NBYTES = 128
 _ALIGNMENT = 64
