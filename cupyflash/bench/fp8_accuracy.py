@@ -171,13 +171,15 @@ def plot(found: Result, path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
-    for axes, kind in zip(figure.subplots(1, len(KINDS)), KINDS, strict=True):
+    panels = figure.subplots(1, len(KINDS))
+    for axes, kind in zip(panels, KINDS, strict=True):
         rows = [row for row in found["errors"] if row["data"] == kind]
         for name in (name for name in rows[0] if name not in ("data", "keys")):
             points = [row[name]["error"] for row in rows]
-            axes.loglog([row["keys"] for row in rows], points, marker="o", label=name)
+            axes.semilogx([row["keys"] for row in rows], points, marker="o", label=name, base=2)
         axes.set(title=kind, xlabel="keys", ylabel="relative error (rms)")
-        axes.legend()
+        axes.set_ylim(bottom=0)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path, dpi=110)
 
 
