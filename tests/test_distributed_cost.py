@@ -15,7 +15,7 @@ from cupyflash.distributed.plan import step_bytes
 
 DOCS = Path(__file__).parents[1] / "docs" / "context_parallel.md"
 BEGIN, END = "<!-- table -->", "<!-- end -->"
-H200 = Links(read=4.54e12, link=3.0e11, collective=12e-6, hop=3e-6, launch=2.2e-6, kernel=20e-6)
+H200 = Links(read=4.54e12, link=3.0e11, collective=12e-6, hop=3e-6, launch=2.2e-6, kernel=10.5e-6)
 CONTEXTS = {"128k": 1 << 17, "1M": 1 << 20, "10M": 10 << 20}
 SIZES = (1, 2, 8, 72)
 
