@@ -88,7 +88,8 @@ def queue_known(
     window = options[_WINDOW]
     if window is not None and not type(window[0]) is type(window[1]) is int:
         return None
-    if type(scheduler_metadata) is SchedulerMetadata and scheduler_metadata.bounds != known.bounds:
+    bounds = getattr(scheduler_metadata, "bounds", None)
+    if bounds is not None and bounds is not known.bounds and bounds != known.bounds:
         return None
     device: Any = known.device or active_device()
     queue: Any = device.current_stream() if stream is None else stream_handle(stream)

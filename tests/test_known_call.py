@@ -9,10 +9,12 @@ import pytest
 from stand_in import Array, StandIn, decode, forget
 
 from cupyflash import fa_version, flash_attn_varlen_func, free_workspaces, known_call
+from cupyflash.attention import describe_call
 from cupyflash.runtime import workspace
 from cupyflash.runtime.device import use_device
 from cupyflash.runtime.errors import CaptureError
 from cupyflash.runtime.gpu_key import gpu_key
+from cupyflash.scheduler_metadata import SchedulerMetadata, _asked
 
 WORKSPACE = Array((1 << 20,), np.uint8, 3 << 20)
 
@@ -222,6 +224,26 @@ def test_a_wrong_call_like_a_known_one_is_refused(gpu, change):
         with pytest.raises((TypeError, ValueError)):
             call(**{**right, **change})()
     assert len(gpu.launches) == queued
+
+
+def test_a_schedule_is_for_the_bounds_of_its_call(gpu):
+    def schedule(ptr=3 << 20, **changes):
+        bounds = _asked(describe_call(**decode(**changes)).problem)
+        return SchedulerMetadata(Array((64,), np.int32, ptr), bounds)
+
+    right = call(scheduler_metadata=schedule())
+    first = [launches(gpu, right) for _ in range(3)][-1]
+    again = gpu.again
+    assert again
+    assert launches(gpu, call(scheduler_metadata=schedule())) == first
+    assert gpu.again == again + 1
+    assert launches(gpu, call(scheduler_metadata=schedule(ptr=4 << 20)))
+    assert gpu.again == again + 1
+    queued = len(gpu.launches)
+    with pytest.raises(ValueError, match="max_seqlen_k=128"):
+        call(scheduler_metadata=schedule(max_seqlen_k=128))()
+    assert len(gpu.launches) == queued
+    assert launches(gpu, call(scheduler_metadata=schedule().buffer)) == first
 
 
 def test_a_key_of_cupys_own_arrays():

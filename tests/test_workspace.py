@@ -12,6 +12,7 @@ from cupyflash.runtime.errors import CaptureError
 from cupyflash.runtime.launch import prepare, stream_handle
 from cupyflash.runtime.plan import Plan
 from cupyflash.runtime.variant import Variant
+from cupyflash.runtime.recording import recorded
 from cupyflash.runtime.workspace import COUNTERS, free_workspaces, scratch_of
 
 MIB = 1 << 20
@@ -83,6 +84,25 @@ def test_counters_come_with_the_first_block_and_are_zero(device):
         assert not counters.any()
         scratch.reserve(3 * MIB)
         assert scratch.counters is counters
+
+
+def test_what_a_call_recorded_serves_while_its_memory_stays(device):
+    device.pointer = id
+    with scratch_of(device, None) as scratch:
+        first = recorded(scratch.reserve, 2 * MIB)
+        assert scratch.still_serves(first)
+        larger = recorded(scratch.reserve, 5 * MIB)
+        assert not scratch.still_serves(first)
+        assert scratch.still_serves(larger)
+        smaller = recorded(scratch.reserve, 5)
+        assert scratch.still_serves(smaller)
+        smaller.reserved(scratch.nbytes + 1, *smaller.places)
+        assert not scratch.still_serves(smaller)
+    free_workspaces()
+    with scratch_of(device, None) as scratch:
+        device.pointer = lambda array: next(iter(larger.places))[0]  # less memory, the same place
+        recorded(scratch.reserve, 5)
+        assert not scratch.still_serves(larger)
 
 
 def test_growth_does_not_double_large_blocks(device):
