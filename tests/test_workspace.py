@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 
@@ -11,8 +12,8 @@ import pytest
 from cupyflash.runtime.errors import CaptureError
 from cupyflash.runtime.launch import prepare, stream_handle
 from cupyflash.runtime.plan import Plan
-from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.recording import recorded
+from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.workspace import COUNTERS, free_workspaces, scratch_of
 
 MIB = 1 << 20
@@ -87,7 +88,8 @@ def test_counters_come_with_the_first_block_and_are_zero(device):
 
 
 def test_what_a_call_recorded_serves_while_its_memory_stays(device):
-    device.pointer = id
+    places = itertools.count()
+    device.pointer = lambda array: vars(array).setdefault("place", next(places))
     with scratch_of(device, None) as scratch:
         first = recorded(scratch.reserve, 2 * MIB)
         assert scratch.still_serves(first)
