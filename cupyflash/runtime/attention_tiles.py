@@ -17,6 +17,7 @@ __all__ = ["Tile", "attention_variants", "combine_variant", "score_mod", "tiles_
 _BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
 _ROOMY = 128 << 10  # bytes of shared memory for a block; 8.6, 8.9 and 12.x have fewer
+_HALF_ROOMY = ("sm_80", "sm_87")  # 163 KB
 _CRAMPED = ("sm_86", "sm_89", "sm_120", "sm_121")
 _STATIC_BYTES = 256  # of shared memory that a kernel takes besides its tiles, at most
 
@@ -134,14 +135,24 @@ def _tiles(
         return {
             "narrow": tile(1, 1, 4, 64, 64, 1, 2, 0) if wide else tile(1, 1, 4, 32, 32, 2, 2, 0)
         }
-    small = head_dim <= 64 and roomy
-    keys = 128 if small else 64
-    decode = (3, 4, 0) if cache.is_fp8 else (4 if small else 2, 3, 128)
+    keys = 128 if head_dim <= 64 and roomy else 64
     return {
-        "decode": tile(1, 4, 4, 64, 16, *decode),
+        "decode": tile(1, 4, 4, *_decode_shape(arch, roomy, cache, head_dim)),
         "narrow": tile(1, 1, 4, 64, step, 2, 2, 160),
         "wide": tile(2, 1, 4, keys, step, 2, 2, 160 if head_dim <= 64 else 128),
     }
+
+
+def _decode_shape(
+    arch: str, roomy: bool, cache: ScalarType, head_dim: int
+) -> tuple[int, int, int, int, int]:
+    """Keys of a tile and of a step, stages, blocks and hold of a tile for decoding."""
+    large = roomy and arch not in _HALF_ROOMY
+    if cache.is_fp8:
+        return (128, 32, 2, 3, 128) if large and head_dim == 128 else (64, 16, 3, 4, 0)
+    if head_dim <= 64 and roomy:
+        return (128, 32, 2, 3, 128) if large else (64, 16, 4, 3, 128)
+    return (64, 16, 3, 2, 128) if large and head_dim == 128 else (64, 16, 2, 3, 128)
 
 
 def tiles_of(problem: AttentionProblem, info: DeviceInfo) -> dict[str, Tile]:
