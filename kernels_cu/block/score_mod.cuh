@@ -9,8 +9,8 @@
 constexpr float kNearCap = 0.4f;
 constexpr float kNearTanh[3] = {-0.3333190083503724f, 0.13278022408485413f, -0.0478118397295475f};
 
-// score -> cap * tanh(score * scale), to base 2. Each lane decides for its part of each row: the bits
-// of a row do not depend on the rows beside it.
+// score -> cap * tanh(score * scale), to base 2. Each lane decides for its part of each row: the
+// bits of a row do not depend on the rows beside it.
 template <bool kNarrow, int kRowTiles, int kTiles>
 __device__ __forceinline__ void cap_scores(const Rows<kNarrow> &rows, float softcap,
                                            float (&score)[kRowTiles][kTiles][4]) {
