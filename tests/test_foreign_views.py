@@ -203,6 +203,20 @@ def test_what_the_quick_way_is_not_for(ordered, monkeypatch):
     assert asked == list(given)
 
 
+def test_a_tensor_that_the_interface_refuses_is_asked_the_slow_way(ordered, monkeypatch):
+    def refuse(value, out):
+        raise BufferError("it is sparse")
+
+    asked = []
+    tensor = Tensor(np.zeros((7, 3), np.float16))
+    gpu_views((Tensor(np.zeros(3, np.float16)),), ("q",), None)
+    exchange = foreign_views._looks[Tensor].__self__
+    monkeypatch.setattr(exchange, "_look", refuse)
+    monkeypatch.setattr(foreign_views, "adopt", lambda value, name, _: asked.append(name))
+    gpu_views((tensor,), ("q",), None)
+    assert asked == ["q"]
+
+
 def test_a_library_that_does_not_say_its_stream_is_asked_the_slow_way(ordered, monkeypatch):
     def unknown(self, ordinal):
         raise LookupError

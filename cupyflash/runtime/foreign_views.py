@@ -18,7 +18,7 @@ from ctypes import (
     py_object,
     pythonapi,
     string_at,
-)  # fmt: skip
+)
 from struct import Struct
 from typing import Any
 
@@ -149,7 +149,10 @@ class _Exchange:
 
     def _new_view(self, value: Any, key: Any) -> Any:
         raw = create_string_buffer(_tensor.size)
-        if self._look(value, raw):
+        try:
+            if self._look(value, raw):
+                return None
+        except (RuntimeError, BufferError, TypeError, ValueError):  # `adopt` says why
             return None
         data, kind, ordinal, ndim, code, bits, lanes, shape, strides, offset = _tensor.unpack(raw)
         dtype = _TYPES.get((code, bits)) if lanes == 1 else None
@@ -189,7 +192,7 @@ def _by_interface(value: Any, consumer: Consumer) -> Any:
     shape, kind, producer = interface["shape"], interface["typestr"], interface.get("stream")
     if read_only or not data or kind not in _KINDS or interface.get("mask") or not one_gpu():
         return None
-    key = (data, shape, kind, strides)
+    key = (data, tuple(shape), kind, strides if strides is None else tuple(strides))
     found = _views.get(key)
     if found is None:
         dtype = np.dtype(kind)
