@@ -17,6 +17,7 @@ __all__ = ["quantize_fp8"]
 
 _GRANULARITIES = ("tensor", "head", "group")
 _MOST_ROWS = 1 << 31
+_ROTATED = (64, 128, 256)
 
 
 def quantize_fp8(
@@ -26,6 +27,7 @@ def quantize_fp8(
     num_heads_kv: int | None = None,
     scale: Any = None,
     fp8_dtype: str = "e4m3",
+    hadamard: bool = False,
     out: Any = None,
     stream: Any = None,
 ) -> tuple[Any, Any]:
@@ -49,6 +51,10 @@ def quantize_fp8(
         that of the format (448 or 57344), and 1 where all is 0.
     fp8_dtype : str
         ``"e4m3"``, ``"e5m2"`` or another spelling of these.
+    hadamard : bool, default False
+        Multiply each row by a fixed diagonal of signs and a Hadamard matrix over its root first:
+        for q and k alike, whose products it leaves as they are while it spreads what single
+        elements hold. ``head_dim`` is 64, 128 or 256. A row with NaN or infinities becomes NaN.
     out : array [tokens, num_heads, head_dim], uint8 or the ml_dtypes type, optional
     stream : int or stream, optional
         The current stream of the device of x if None. The CPU has none.
@@ -92,6 +98,11 @@ def quantize_fp8(
     kind = parse_fp8(fp8_dtype)
     groups = _groups(spec, granularity, num_heads_kv)
     _check(spec, spec_of(out), kind)
+    if hadamard and spec.shape[2] not in _ROTATED:
+        raise ValueError(
+            f"hadamard=True with head_dim={spec.shape[2]}; "
+            f"it is for {', '.join(map(str, _ROTATED))}"
+        )
     if isinstance(number, float):
         if not 0 < number < float("inf"):
             raise ValueError(f"scale={number} must be positive")
@@ -104,9 +115,9 @@ def quantize_fp8(
         made = xp.empty(groups, np.float32) if number is None else None
     scales = number if given is None else given
     if on_host:
-        quantize_on_cpu(x, out, scales, made, kind)
+        quantize_on_cpu(x, out, scales, made, kind, hadamard)
     else:
-        quantize(x, out, scales, made, groups, kind, stream)
+        quantize(x, out, scales, made, groups, kind, hadamard, stream)
     if made is not None:
         return out, made
     if given is not None:

@@ -26,6 +26,28 @@ __device__ float largest_of_row(const QuantizeParams &p, const char *row) {
   return largest;
 }
 
+template <int kCount>
+__device__ float largest_of_rotated(const QuantizeParams &p, const char *row) {
+  float value[kCount], largest = 0.f;
+  rotate_row<ConvertVariant::kIn>(row, p.rotation, value);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const float size = fabsf(value[i]);
+    largest = size < infinity() ? fmaxf(largest, size) : largest;
+  }
+  return largest;
+}
+
+__device__ float largest_of(const QuantizeParams &p, const char *row) {
+  constexpr int kWide = 16 / kItemBytes<ConvertVariant::kIn>;
+  switch (p.rotated) {
+    case 2: return largest_of_rotated<2>(p, row);
+    case 4: return largest_of_rotated<4>(p, row);
+    case 8: return largest_of_rotated<8>(p, row);
+  }
+  return p.vectorised ? largest_of_row<kWide>(p, row) : largest_of_row<1>(p, row);
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
@@ -36,9 +58,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
   float largest = 0.f;
   for (i64 row = blockIdx.x * kWarps + warp; row < rows; row += gridDim.x * kWarps) {
     const QuantizeRow at(p, group, static_cast<int>(row));
-    largest = fmaxf(largest, p.vectorised
-                                 ? largest_of_row<16 / kItemBytes<ConvertVariant::kIn>>(p, at.source)
-                                 : largest_of_row<1>(p, at.source));
+    largest = fmaxf(largest, largest_of(p, at.source));
   }
   largest = warp_max(largest);
   if (threadIdx.x % 32 == 0) found[warp] = largest;

@@ -38,6 +38,32 @@ __device__ void quantize_row(const QuantizeParams &p, const QuantizeRow &at, flo
   }
 }
 
+template <int kCount>
+__device__ void quantize_rotated(const QuantizeParams &p, const QuantizeRow &at, float scale) {
+  float value[kCount];
+  rotate_row<V::kIn>(at.source, p.rotation, value);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    Elements<V::kOut, 1> out;
+    const float one[1] = {div_rn(value[i], scale)};
+    out.from_floats(one);
+    out.store(at.out + threadIdx.x % 32 * kCount + i);
+  }
+}
+
+__device__ void quantize(const QuantizeParams &p, const QuantizeRow &at, float scale) {
+  switch (p.rotated) {
+    case 2: return quantize_rotated<2>(p, at, scale);
+    case 4: return quantize_rotated<4>(p, at, scale);
+    case 8: return quantize_rotated<8>(p, at, scale);
+  }
+  if (p.vectorised) {
+    quantize_row<16 / kItemBytes<V::kIn>>(p, at, scale);
+  } else {
+    quantize_row<1>(p, at, scale);
+  }
+}
+
 }  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
@@ -48,11 +74,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
   const i64 rows = static_cast<i64>(p.tokens) * p.group_heads;
   const i64 step = static_cast<i64>(gridDim.x) * kWarps;
   for (i64 row = blockIdx.x * kWarps + threadIdx.x / 32; row < rows; row += step) {
-    const QuantizeRow at(p, group, static_cast<int>(row));
-    if (p.vectorised) {
-      quantize_row<16 / kItemBytes<V::kIn>>(p, at, scale);
-    } else {
-      quantize_row<1>(p, at, scale);
-    }
+    quantize(p, QuantizeRow(p, group, static_cast<int>(row)), scale);
   }
 }

@@ -77,6 +77,45 @@ def test_the_same_bytes_as_a_cache_write(write_path):
     )
 
 
+def hadamard(size):
+    found = np.ones((1, 1))
+    while len(found) < size:
+        found = np.block([[found, found], [found, -found]])
+    return found / np.sqrt(size)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("source", ["bf16", "fp32"])
+def test_rotated_rows(write_path, source, dim):
+    x = draw(50, 4, dim, source, 1)
+    bits, scale = quantize_fp8(write_path.array(x), "head", hadamard=True)
+    bits, scale = write_path.host(bits), write_path.host(scale)
+    np.testing.assert_array_equal(bits, quantize_fp8(x, "head", hadamard=True)[0])
+    assert np.abs(bits & 0x7F).max(axis=(0, 2)).tolist() == [0x7E] * 4  # 448
+    values = bits.view(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale[:, None]
+    ones = np.eye(dim, dtype=np.float32).reshape(dim, 1, dim)
+    rotation = quantize_fp8(ones, hadamard=True)[0][:, 0]
+    signs = np.sign(rotation.view(ml_dtypes.float8_e4m3fn).astype(np.float64)) / np.sqrt(dim)
+    np.testing.assert_allclose(np.abs(signs @ hadamard(dim)), np.eye(dim), atol=1e-12)
+    right = x.astype(np.float64) @ signs
+    np.testing.assert_allclose(values, right, rtol=0.07, atol=float(scale.max()) / 500)
+
+
+def test_rotation_leaves_products_and_spreads_outliers():
+    rng = np.random.default_rng(0)
+    q, k = rng.standard_normal((2, 64, 1, 128)).astype(np.float32)
+    q[..., 3] *= 60
+    k[..., 3] *= 60
+    right = q[:, 0].astype(np.float64) @ k[:, 0].T
+
+    def error(rotate):
+        (q8, a), (k8, b) = (quantize_fp8(x, hadamard=rotate) for x in (q, k))
+        q8, k8 = (x[:, 0].view(ml_dtypes.float8_e4m3fn).astype(np.float64) for x in (q8, k8))
+        return np.abs(q8 @ k8.T * a * b - right).mean()
+
+    assert error(True) < error(False)
+
+
 def test_a_number_as_scale(write_path):
     x = write_path.array(np.float16([[[1, 1000, -3, 0.001] * 2]]))
     bits, scale = quantize_fp8(x, scale=0.5)
@@ -119,6 +158,7 @@ def test_what_is_quantised_attends_as_its_values_do():
         ({"out": np.zeros((3, 4, 8), np.int8)}, TypeError, "out is int8"),
         ({"out": np.zeros((2, 4, 8), np.uint8)}, ValueError, "must be [3, 4, 8]"),
         ({"stream": 0}, ValueError, "stream given"),
+        ({"hadamard": True}, ValueError, "head_dim=8; it is for 64, 128, 256"),
     ],
 )
 def test_refusals_write_nothing(options, error, text):

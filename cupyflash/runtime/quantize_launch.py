@@ -15,10 +15,18 @@ from .workspace import scratch_of
 __all__ = ["quantize"]
 
 _WIDE = 16
+_LANES = 32
 
 
 def quantize(
-    x: Any, out: Any, scale: Any, made: Any, groups: int, out_type: ScalarType, stream: Any
+    x: Any,
+    out: Any,
+    scale: Any,
+    made: Any,
+    groups: int,
+    out_type: ScalarType,
+    rotate: bool,
+    stream: Any,
 ) -> None:
     """Queue a conversion.
 
@@ -31,6 +39,8 @@ def quantize(
         Takes the scales where none are given.
     groups : int
         Of as many heads each.
+    rotate : bool
+        Rows are multiplied by a Hadamard matrix first; ``head_dim`` is 64, 128 or 256.
     stream : int, stream or None
     """
     device = device_for(x)
@@ -59,7 +69,9 @@ def quantize(
             *x.strides[:2], *out.strides[:2], stride,
             tokens, group_heads, head_dim, largest.grid[0],
             _vectorised(x, out, in_type, at(x), at(out)),
+            head_dim // _LANES if rotate else 0,
             scale if isinstance(scale, float) else 1.0,
+            head_dim**-0.5, 0,
         )  # fmt: skip
 
     used = (x, out, scale if in_memory else None, made)

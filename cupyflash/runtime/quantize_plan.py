@@ -18,7 +18,10 @@ QUANTIZE_PARAMS = ParamsLayout(
         for name in ("source_token", "source_head", "out_token", "out_head", "scale")
     ),
     *((name, "i32") for name in ("tokens", "group_heads", "head_dim", "pieces", "vectorised")),
+    ("rotated", "i32"),
     ("scale_value", "f32"),
+    ("rotation", "f32"),
+    ("unused", "i32"),
 )
 """The layout of ``core/quantize_params.cuh``."""
 

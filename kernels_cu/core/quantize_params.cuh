@@ -17,5 +17,8 @@ struct QuantizeParams {
   i32 head_dim;
   i32 pieces;       // of the rows of a group
   i32 vectorised;   // 16 bytes of the source at a time
+  i32 rotated;      // elements of a row that a lane has, where rows are rotated: 2, 4 or 8; else 0
   float scale_value;
+  float rotation;   // what rotated rows are multiplied by
+  i32 unused;
 };
