@@ -207,7 +207,9 @@ def load_nccl() -> Any:
     from cupy.cuda import nccl
 
     if not nccl.available:
-        raise ImportError("CuPy finds no NCCL; run: pip install cupyflash[nccl]")
+        raise ImportError(
+            "CuPy finds no NCCL; run: pip install 'cupyflash[nccl]', or [nccl12] beside CUDA 12"
+        )
     return nccl
 
 
