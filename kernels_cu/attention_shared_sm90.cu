@@ -1,6 +1,6 @@
-// Attention of few query rows a request, where requests share keys, for compute capability 9.0. Four
-// warps of a CTA stream own keys while two warpgroups multiply gathered rows with shared ones; when
-// all CTAs are done their states are merged. Grid: as many CTAs as run at the same time.
+// Attention of few query rows a request, where requests share keys, for compute capability 9.0.
+// Four warps of a CTA stream own keys while two warpgroups multiply gathered rows with shared ones;
+// when all CTAs are done their states are merged. Grid: as many CTAs as run at the same time.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"

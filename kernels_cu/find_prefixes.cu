@@ -1,8 +1,9 @@
 // Groups of requests whose block tables begin alike, in levels: the tree of core/shared_params.cuh.
 //
-// A request's leader is the first one of its group whose next block is the same; the group of a leader
-// shares what all of it have in common, and is searched again from there on. CTAs take requests in
-// turn and meet after each level: the grid is no larger than what runs at the same time.
+// A request's leader is the first one of its group whose next block is the same; the group of a
+// leader shares what all of it have in common, and is searched again from there on. CTAs take
+// requests in turn and meet after each level: the grid is no larger than what runs at the same
+// time.
 
 #include "core/variant.cuh"
 #include "core/prefix_params.cuh"

@@ -1,6 +1,6 @@
 // Which keys of a batch are shared, by whom, and who takes what: the tables that a CTA of
-// attention_shared_sm90.cu finds its work by. Every CTA adds the whole batch up, a thread a request,
-// and they write different parts.
+// attention_shared_sm90.cu finds its work by. Every CTA adds the whole batch up, a thread a
+// request, and they write different parts.
 #pragma once
 
 #include "block/shared_work.cuh"
@@ -104,8 +104,8 @@ struct Place {
   }
 };
 
-// CTA `cta` of `ctas` writes its part; all of them have at least as many threads as there are requests.
-// Barriers inside.
+// CTA `cta` of `ctas` writes its part; all of them have at least as many threads as there are
+// requests. Barriers inside.
 __device__ __noinline__ void make_schedule(const AttentionParams &p, const DecodeParams &d,
                                            const SharedParams &s, ScheduleScratch &x, int cta,
                                            int ctas) {
@@ -174,7 +174,8 @@ __device__ __noinline__ void make_schedule(const AttentionParams &p, const Decod
       if (x.tokens_before[l][first] == before[2 + l]) {
         s.groups[2 * x.group_at[l][first] + 1] = make_int4(mine.own.request, 0, 0, 0);
       }
-      for (int n = 0; n < q_len; ++n) s.tokens[l * p.total_q + before[2 + l] + n] = mine.own.q_begin + n;
+      i32 *const tokens = s.tokens + l * p.total_q + before[2 + l];
+      for (int n = 0; n < q_len; ++n) tokens[n] = mine.own.q_begin + n;
     }
     if (i == 0) {
       s.group_line[index] = line;

@@ -1,7 +1,7 @@
-// Which work a CTA takes of a batch with shared prefixes: two lines of equal pieces of keys, each cut
-// into spans. On the line of shared keys a piece is a block of keys of a group's row block and KV
-// head, and a CTA takes a span. On the line of own keys it is a tile of a request and KV head, and a
-// warp takes a span.
+// Which work a CTA takes of a batch with shared prefixes: two lines of equal pieces of keys, each
+// cut into spans. On the line of shared keys a piece is a block of keys of a group's row block and
+// KV head, and a CTA takes a span. On the line of own keys it is a tile of a request and KV head,
+// and a warp takes a span.
 //
 // A segment is what lies on a line next to each other of the same rows and head. What a span has of
 // one leaves partial results at rows of their own: the first row of the segment, and so many on for

@@ -1,16 +1,17 @@
-// What the kernels of shared prefixes are passed besides AttentionParams and DecodeParams, by value.
+// What the kernels of shared prefixes are passed besides AttentionParams and DecodeParams, by
+// value.
 //
-// Requests stand in an order in which the members of every group are neighbours; place i is the i-th
-// of that order. A group shares a range of keys; groups of the next level are inside of it and share
-// keys behind that range.
+// Requests stand in an order in which the members of every group are neighbours; place i is the
+// i-th of that order. A group shares a range of keys; groups of the next level are inside of it and
+// share keys behind that range.
 #pragma once
 
 #include "numeric.cuh"
 
 constexpr int kMostLevels = 3;
 
-// Of the results of a token and a KV head: where partial ones are, so many of each level, then of own
-// keys; in rows of `partial_out`, of the first head of the group.
+// Of the results of a token and a KV head: where partial ones are, so many of each level, then of
+// own keys; in rows of `partial_out`, of the first head of the group.
 struct __align__(16) MergeUnit {
   i32 first[kMostLevels + 1], count[kMostLevels + 1];
   i32 half[kMostLevels];  // rows from one warpgroup's to the other's; 0: they have other rows
@@ -38,22 +39,22 @@ struct __align__(16) OwnStart {
 };
 
 struct SharedParams {
-  const i32 *order;    // [batch] request of each place, or null: as they stand
-  const int2 *tree;    // [levels, batch] of a place: members of the group that begins here, 0: in no
-                       // group, -n: n places behind the first; then where its keys end. Or null: all
-                       // requests share common_keys
-  // Made by schedule_shared.cu
+  const i32 *order;  // [batch] request of each place, or null: as they stand
+  // [levels, batch] of a place: members of the group that begins here, 0: in no group, -n: n places
+  // behind the first; then where its keys end. Or null: all requests share common_keys.
+  const int2 *tree;
+  // Made by block/shared_schedule.cuh
   OwnRequest *own;       // [batch], of those that have some
   OwnStart *own_starts;  // [4 * ctas]
-  i32 *group_line;     // [levels * batch + 1] blocks of shared keys before each group
-  int4 *groups;        // [levels * batch, 2] first key, last key + 1, first of `tokens`, how many;
-                       // request
-  int4 *group_starts;  // [ctas] begin and end of its span, group
-  i32 *tokens;         // [levels * total_q] rows of q, those of a group one after the other
-  MergeUnit *units;    // [batch * most_tokens * heads_kv]
-  float *partial_out;  // [rows, head_dim]
+  i32 *group_line;       // [levels * batch + 1] blocks of shared keys before each group
+  int4 *groups;          // [levels * batch, 2] first key, last key + 1, first of `tokens`, count;
+                         // request
+  int4 *group_starts;    // [ctas] begin and end of its span, group
+  i32 *tokens;           // [levels * total_q] rows of q, those of a group one after the other
+  MergeUnit *units;      // [batch * most_tokens * heads_kv]
+  float *partial_out;    // [rows, head_dim]
   float2 *partial_state;  // [rows] largest score to base 2, sum of weights
-  u32 *arrivals;       // [2], 0 between launches
+  u32 *arrivals;          // [2], 0 between launches
   i32 levels;
   i32 common_keys;     // without `tree`
   i32 added_keys;      // of every request besides seqused_k
@@ -63,6 +64,6 @@ struct SharedParams {
   i32 ctas;            // of the attention
   i32 schedulers;      // CTAs of it that make the schedule first; 0: it is there
   i32 clear_arrivals;  // they may hold anything
-  float scale;      // of scores, to base 2, as they are or capped
-  float cap_scale;  // of scores that are capped, over the cap
+  float scale;         // of scores, to base 2, as they are or capped
+  float cap_scale;     // of scores that are capped, over the cap
 };

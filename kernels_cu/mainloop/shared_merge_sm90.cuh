@@ -1,5 +1,5 @@
-// The merge of a batch with shared prefixes: when all CTAs of the launch have arrived, warps take rows
-// of the result. Partial results are added in the order of the keys.
+// The merge of a batch with shared prefixes: when all CTAs of the launch have arrived, warps take
+// rows of the result. Partial results are added in the order of the keys.
 #pragma once
 
 #include "arch/tma_sm90.cuh"
@@ -44,7 +44,8 @@ template <class V>
 class SharedMerge {
   using S = SharedPlaces<V>;
   static constexpr int kD = V::kHeadDim;
-  static constexpr int kAtOnce = 10, kFew = 4, kLook = 30;  // partial results; lanes that look ahead
+  static constexpr int kAtOnce = 10, kFew = 4;  // partial results
+  static constexpr int kLook = 30;              // lanes that look ahead
   static constexpr u32 kAll = 0xffffffffu;
 
  public:

@@ -134,7 +134,9 @@ struct OwnKeys : DecodeProducts<V> {
       rows.kv_begin = max(rows.kv_begin, of.first_key);
       rows.free_begin = max(rows.free_begin, of.first_key);
 #pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) rows.slope[j][0] = rows.slope[j][1] = 0.f;  // no registers
+      for (int j = 0; j < kRowTiles; ++j) {
+        rows.slope[j][0] = rows.slope[j][1] = 0.f;  // takes no registers
+      }
       state.clear();
       const bool final = at == first && stop == first + of.tiles && of.levels() == 0;
 #pragma unroll 1
@@ -192,7 +194,8 @@ struct OwnKeys : DecodeProducts<V> {
           if (g == 0) s.partial_state[partial + row] = make_float2(state.top[j][x], sum);
           continue;
         }
-        const int in_request = token_of(d, row), q_head = head * p.group + row - in_request * p.group;
+        const int in_request = token_of(d, row);
+        const int q_head = head * p.group + row - in_request * p.group;
         const i64 token = static_cast<i64>(of.q_begin) + in_request;
         float lse = lse_of(state.top[j][x], sum);
         if (p.sink) {

@@ -1,8 +1,8 @@
 // Shared keys: 128 gathered rows of many requests against blocks of 64 keys, by warpgroup products.
 //
 // One warp asks for blocks, two warpgroups take 64 rows each; where there are no more than 64 they
-// take turns with the blocks. The scores of a block are computed while the values of the block before
-// are added up. All rows see all keys, so only the end of a piece is masked.
+// take turns with the blocks. The scores of a block are computed while the values of the block
+// before are added up. All rows see all keys, so only the end of a piece is masked.
 #pragma once
 
 #include "arch/mma_sm80.cuh"
@@ -51,7 +51,8 @@ struct SharedLoads {
 #pragma unroll 1
       for (int left = walk.blocks; left; --left) {
         const i32 where[5] = {panel * 64, slot, 0, walk.head, block};
-        const u32 to = base + stage * S::kStageBytes + panel * kPanelBytes + (box << s.box_shift) * 128;
+        const u32 to = base + stage * S::kStageBytes + panel * kPanelBytes +
+                       (box << s.box_shift) * 128;
         key += kShareKeys;
         block = find(key, slot);
         mbarrier_wait(base + S::kKeyEmpty + 8 * stage, phase ^ 1);
@@ -132,7 +133,8 @@ struct SharedProducts {
     wgmma_commit();
   }
   __device__ __forceinline__ void multiply_values() {
-    const u64 right = matrix_descriptor(base + S::kValues + before * S::kStageBytes, kPanelBytes, 1024);
+    const u64 right =
+        matrix_descriptor(base + S::kValues + before * S::kStageBytes, kPanelBytes, 1024);
 #pragma unroll
     for (int i = 0; i < kShareKeys / 16; ++i) {
       Wgmma<kD>::template registers<V::kCompute>(acc, weight[i], right + i * 2048 / 16, 1);
@@ -226,8 +228,8 @@ struct SharedProducts {
     for (int i = 0; i < kEach; ++i) {
       const int row = i * (128 / kChunks) + thread / kChunks;
       const u32 word[4] = {v[i].x ^ sign, v[i].y ^ sign, v[i].z ^ sign, v[i].w ^ sign};
-      store_shared16(base + group * S::kQueryBytes + chunk / 8 * 64 * 128 + row * 128 + ((chunk % 8 ^ row % 8) << 4),
-                     word);
+      const u32 to = base + group * S::kQueryBytes + chunk / 8 * 64 * 128 + row * 128;
+      store_shared16(to + ((chunk % 8 ^ row % 8) << 4), word);
     }
     fence_async_proxy();
     named_barrier_sync(2 + group, 128);
@@ -260,7 +262,8 @@ struct SharedProducts {
       give_back(S::kKeyEmpty, slot);
       modify(n == blocks - 1 ? tail : kShareKeys);
       const bool grew = fold<false>(factor);
-      // Over at once; a boundary of blocks, which keeps the exponentials in front of the wait below.
+      // Over at once; a boundary of blocks, which keeps the exponentials in front of the wait
+      // below.
       wait_for_values();
       wgmma_wait<0>();
       pin(acc);

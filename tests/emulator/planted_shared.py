@@ -54,5 +54,5 @@ PLANTED_SHARED = [
     PlantedShared("shared: own keys of the wrong phase", KERNEL, r"(mbarrier_wait\(barrier \+ stage \* 8, parity)\);", r"\1 ^ 1);", _FULL),
     PlantedShared("shared: own keys are refilled too early", KERNEL, r"__syncwarp\(\);(\s*ask\(stage\))", r"\1", _FULL.replace(lengths=((1, 900),) * 20)),
     PlantedShared("shared: keys that a row does not see", KERNEL, r"node\[l\]\.y <= seen\)", "node[l].y <= kv_len)", _SHORT, keys=64),
-    PlantedShared("shared: the table row of one that left", KERNEL, r"tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
+    PlantedShared("shared: the table row of one that left", KERNEL, r"x\.tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
 ]  # fmt: skip
