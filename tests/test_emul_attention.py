@@ -63,6 +63,16 @@ def test_every_tile(name, types, head_dim):
         case.make().check(attend)
 
 
+@pytest.mark.parametrize("softcap", [1e-4, 0.5, 4.0, 50.0, 1e6])
+@pytest.mark.parametrize("types", [("bf16", "bf16"), ("bf16", "e4m3")])
+def test_scores_below_above_and_far_from_the_cap(types, softcap):
+    """Its polynomial, its exponential, and scales whose powers are no normal numbers."""
+    case = Case(lengths=((40, 30), (1, 90)), num_heads_kv=1, group_size=2, head_dim=128,
+                softcap=softcap, q_type=types[0], kv_type=types[1])  # fmt: skip
+    with emulated("sm_90"):
+        case.make().check(attend)
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_a_sink_is_rounded_once(arch):
     case = Case(lengths=((1, 2),), alibi="head", sink=True, pattern="one_hot", seed=44766,
