@@ -37,6 +37,8 @@ class AttentionBounds:
     return_softmax_lse : bool
     q_v : bool
         Whether the calls pass ``q_v`` (multi-head latent attention).
+    prefix_levels : int
+        Levels of the prefixes that calls of `cascade_attention` share; 0 = there are none.
 
     Raises
     ------
@@ -66,9 +68,11 @@ class AttentionBounds:
     descale: bool = False
     return_softmax_lse: bool = False
     q_v: bool = False
+    prefix_levels: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_seqlen_q", "max_seqlen_k", "max_blocks", "num_splits"):
+        for name in ("batch_size", "max_seqlen_q", "max_seqlen_k", "max_blocks", "num_splits",
+                     "prefix_levels"):  # fmt: skip
             non_negative(name, getattr(self, name))
         check_heads(self.num_heads_q, self.num_heads_kv, self.num_heads_kv, [], [])
         check_head_dims(self.headdim, self.headdim, self._head_dim_v, self.q_v)

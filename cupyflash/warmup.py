@@ -7,6 +7,7 @@ from .fa_version import current_capability, resolve_version
 from .families import FAMILIES
 from .runtime.device import Device, active_device
 from .runtime.plan import Plan
+from .runtime.shared_plan import shared_plans
 
 __all__ = ["warmup", "workspace_size"]
 
@@ -40,7 +41,8 @@ def workspace_size(bounds: AttentionBounds, *, fa_version: int | None = None) ->
 def warmup(bounds: AttentionBounds, *, fa_version: int | None = None) -> None:
     """Compile, load and allocate all that calls within these bounds need on the current GPU.
 
-    Those are attention, `merge_attn_states` of its outputs and, for a paged cache, writing to it.
+    Those are attention, `merge_attn_states` of its outputs, for a paged cache writing to it, and,
+    where the bounds say so, shared prefixes.
     Afterwards they can be captured into a graph on the current stream. Without an NVIDIA GPU
     there is nothing to do.
 
@@ -80,7 +82,8 @@ def _current_device() -> Device | None:
 def _plans(bounds: AttentionBounds, device: Device, fa_version: int | None) -> list[Plan]:
     problem = bounds.problem()
     version = resolve_version(problem, device.info.capability, fa_version)
-    return FAMILIES[version].plans(problem, device.info)
+    plans = FAMILIES[version].plans(problem, device.info)
+    return plans + shared_plans(problem, device.info, bounds.prefix_levels) * (version == 3)
 
 
 def _small_plans(bounds: AttentionBounds, device: Device) -> list[Plan]:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import device_array, emulated
+from emulator import EmulatedDevice, device_array, emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefixes import SHARED, cascade, make_shared, once, shared_cases, through
 from test_cascade import cascade as cascade_of
 from test_cascade import check_cascade, empty_output, shared_case
 
+from cupyflash import AttentionBounds, warmup, workspace_size
 from cupyflash.prefix_tree import prefix_tree
+from cupyflash.runtime.device import use_device
+from cupyflash.runtime.workspace import scratch_of
 from cupyflash.shared_prefix import get_prefix_schedule
 
 KERNEL = "attention_shared"
@@ -191,3 +194,20 @@ def test_trees_and_calls_that_do_not_fit_are_refused():
 def test_groups_that_make_no_tree_are_refused(groups, words):
     with pytest.raises(ValueError, match=words):
         prefix_tree(groups, 4)
+
+
+@pytest.mark.parametrize("levels", [0, 2])
+def test_a_warm_up_prepares_what_a_capture_needs(levels):
+    bounds = AttentionBounds(
+        batch_size=4, max_seqlen_q=1, max_seqlen_k=201, num_heads_q=8, num_heads_kv=2, headdim=128,
+        page_size=16, causal=True, prefix_levels=levels,
+    )  # fmt: skip
+    device = EmulatedDevice("sm_90a")
+    with use_device(device):
+        warmup(bounds)
+        needed = workspace_size(bounds)
+        names = {variant.source for variant in device.kernels}
+        kernels = {"attention_shared_sm90.cu", "schedule_shared.cu", "find_prefixes.cu"}
+        assert names & kernels == (kernels if levels else set())
+        cascade(*make_shared(SHARED, LEVELS[:2]))
+        assert levels == 0 or scratch_of(device, 0).nbytes >= needed > 1 << 20

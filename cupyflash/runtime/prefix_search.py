@@ -12,7 +12,7 @@ from .plan import Plan
 from .variant import Variant
 from .workspace import scratch_of
 
-__all__ = ["PREFIX_PARAMS", "prefix_variants", "search_prefixes"]
+__all__ = ["PREFIX_PARAMS", "prefix_variants", "search_prefixes", "search_variant"]
 
 PREFIX_PARAMS = ParamsLayout(
     *(
@@ -33,10 +33,11 @@ _THREADS = 256
 def prefix_variants(arch: str) -> Iterator[Variant]:
     """The search, on 9.0, where its tree is of use."""
     if arch == "sm_90":
-        yield _variant()
+        yield search_variant()
 
 
-def _variant() -> Variant:
+def search_variant() -> Variant:
+    """The kernel that compares block tables."""
     nbytes = PREFIX_PARAMS.nbytes
     return Variant("find_prefixes.cu", "find_prefixes", "sm_90a", (("PARAMS_NBYTES", nbytes),))
 
@@ -73,7 +74,10 @@ def search_prefixes(
     batch, columns = block_table.shape
     each, at = levels * batch * 4, device.pointer
     plan = Plan(
-        _variant(), (min(batch, device.info.num_sms), 1, 1), (_THREADS, 1, 1), programmatic=True
+        search_variant(),
+        (min(batch, device.info.num_sms), 1, 1),
+        (_THREADS, 1, 1),
+        programmatic=True,
     )
     with scratch_of(device, stream) as scratch:
         block = scratch.reserve(3 * each)

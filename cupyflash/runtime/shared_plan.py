@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
 from .device import DeviceInfo
 from .plan import Plan
+from .prefix_search import search_variant
 from .problem import AttentionProblem
 from .shared_tile import (
     MOST_LEVELS,
@@ -18,7 +19,13 @@ from .shared_tile import (
     schedule_shared_variant,
 )
 
-__all__ = ["MOST_SHARED_REQUESTS", "SharedPlan", "make_shared_plan", "shared_refusal"]
+__all__ = [
+    "MOST_SHARED_REQUESTS",
+    "SharedPlan",
+    "make_shared_plan",
+    "shared_plans",
+    "shared_refusal",
+]
 
 MOST_SHARED_REQUESTS = 1024
 """Requests of a batch: a thread each in schedule_shared.cu."""
@@ -163,3 +170,16 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
         tokens,
         min(ctas, _SCHEDULE_BLOCKS, -(-units // _THREADS)) if batch <= _THREADS else 0,
     )
+
+
+def shared_plans(problem: AttentionProblem, info: DeviceInfo, levels: int) -> list[Plan]:
+    """Every launch that calls within a problem's bounds may need for prefixes of so many levels.
+
+    None where there are no levels, or the kernel does not serve the problem.
+    """
+    if not levels or shared_refusal(problem, info, levels):
+        return []
+    plan = make_shared_plan(problem, info, levels)
+    few = make_shared_plan(replace(problem, max_seqlen_q=1), info, levels)
+    search = Plan(search_variant(), (1, 1, 1), (1, 1, 1))
+    return [plan.attend, replace(few.attend, workspace_bytes=0), plan.schedule, search]
