@@ -1,5 +1,5 @@
 // Attention forward for compute capability 9.0a, for many queries. Grid: as many blocks as run at
-// once; each takes tiles until there are none. One warpgroup loads, two compute.
+// once; each takes tiles until there are none. One warpgroup loads and stores, two compute.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
@@ -13,24 +13,34 @@ static_assert(sizeof(PrefillParams) == PrefillVariant::kParamsBytes,
 extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ PrefillParams x,
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
-    const __grid_constant__ TensorMap v_map) {
+    const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map) {
   extern __shared__ __align__(1024) char smem[];
   const PrefillShared<PrefillVariant> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
-  if (threadIdx.x == 0) shared.init();
+  if (threadIdx.x == 0) {
+    prefetch_tensor_map(&q_map);
+    prefetch_tensor_map(&k_map);
+    prefetch_tensor_map(&v_map);
+    shared.init();
+  }
   sort_requests(p, x, shared.rest().order, shared.scratch());
   if (warpgroup == 0) {
     give_registers<56>();
     fence_async_proxy();  // keys land where the requests were sorted
-    const PrefillMaps maps = {&q_map, &k_map, &v_map};
+    const PrefillMaps maps = {&q_map, &k_map, &v_map, &out_map};
     const PrefillLoader<PrefillVariant> loader(p, x, maps, shared);
     const int warp = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 32), 0);
     if (warp == 0) {
-      loader.run_keys();
+      loader.run_tiles();
       // Beside another kernel: it is over when this one is.
       wait_for_earlier_launches();
+    } else if (warp == 1) {
+      loader.run_keys();
+    } else if (warp == 2) {
+      loader.run_values();
+    } else if constexpr (PrefillShared<PrefillVariant>::kStaged) {
+      loader.run_stores();
     }
-    if (warp == 1) loader.run_values();
   } else {
     take_registers<224>();
     PrefillCompute<PrefillVariant> compute(p, x, shared, warpgroup - 1);

@@ -83,11 +83,11 @@ def test_the_launches_run_side_by_side(num_splits):
 
 
 def test_prefill_is_over_after_decode_is():
-    """Later launches wait for the prefill alone; every block that loads tiles waits last."""
+    """Later launches wait for the prefill alone; the warp that claims tiles waits last."""
     with emulated("sm_90", num_sms=4) as device:
         run = Recorded(device, MIXED.make())
         text, _ = kernel_source(run.launches[1][1].variant)
-        ends = text.split("loader.run_keys();")
+        ends = text.split("loader.run_tiles();")
         assert len(ends) == 2
         assert ends[1].split(";")[0].split()[-1] == "wait_for_earlier_launches()"
 

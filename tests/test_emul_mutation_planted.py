@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from emulator.planted import PLANTED
 from emulator.planted_fp8 import PLANTED_FP8
+from emulator.planted_prefill import PLANTED_PREFILL
 from emulator.planted_rows import PLANTED_ROWS
 from emulator.planted_shared import PLANTED_SHARED
 from emulator.planted_sm80 import PLANTED_SM80
@@ -34,6 +35,11 @@ def test_emul_catches_what_is_planted_in_the_8_bit_prefill(bug):
 
 @pytest.mark.parametrize("bug", PLANTED_ROWS, ids=lambda b: b.name)
 def test_emul_catches_what_is_planted_in_merges_and_writes(bug):
+    check(bug)
+
+
+@pytest.mark.parametrize("bug", PLANTED_PREFILL, ids=lambda b: b.name)
+def test_emul_catches_what_is_planted_between_the_warps_of_the_prefill(bug):
     check(bug)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arrays import AttentionArrays
+from .arrays import ArraySpec, AttentionArrays
 from .attention_args import arrays_of, pack_attention, results
 from .call import Call
 from .device import Device
@@ -49,7 +49,7 @@ def prefill_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
     return ""
 
 
-def _query_map(spec: Any, pack: int) -> Map:
+def _row_map(spec: Any, pack: int) -> Map:
     """Of [tokens, heads, dim]: (element, head, token); a box is 128 bytes of a tile's rows."""
     (tokens, heads, dim), dtype, strides = spec
     return (
@@ -57,6 +57,13 @@ def _query_map(spec: Any, pack: int) -> Map:
         (_step(heads, strides[1]), _step(tokens, strides[0])),
         (_PANEL // dtype.itemsize, pack, TILE_ROWS // pack),
     )
+
+
+def _new_out(layout: Layout) -> ArraySpec:
+    """The spec of results that the launch allocates."""
+    shape, dtype = layout.out_shape, layout.problem.out_type.numpy
+    head = shape[2] * dtype.itemsize
+    return ArraySpec(shape, dtype, (shape[1] * head, head, dtype.itemsize))
 
 
 def _key_map(spec: Any, box_keys: int) -> Map:
@@ -78,15 +85,18 @@ def _step(count: int, stride: int) -> int:
 
 
 def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int, int]:
-    """The tensor maps of q, k and v; their L2 promotion; a page past the last one."""
+    """The tensor maps of q, k, v and, of 16-bit arrays, out; their L2 promotion; a page past the
+    last one."""
     arrays = AttentionArrays(*layout.specs)
-    maps = (
-        _query_map(arrays.q, plan.pack),
+    maps = [
+        _row_map(arrays.q, plan.pack),
         _key_map(arrays.k, plan.box_keys),
         _key_map(arrays.v, plan.box_keys),
-    )
+    ]
+    if not layout.problem.kv_type.is_fp8:
+        maps.append(_row_map(arrays.out or _new_out(layout), plan.pack))
     paged = layout.problem.page_size is not None
-    return maps, PROMOTE_128B if paged else PROMOTE_256B, arrays.k[0][0] if paged else 1
+    return tuple(maps), PROMOTE_128B if paged else PROMOTE_256B, arrays.k[0][0] if paged else 1
 
 
 def attend_prefill(
@@ -152,7 +162,9 @@ def _queue(
             array, kind, device.pointer(array), shape, strides, box,
             SWIZZLE_128B, promotion, ZERO_FILL,
         )
-        for array, (shape, strides, box) in zip((arrays.q, arrays.k, arrays.v), maps, strict=True)
+        for array, (shape, strides, box) in zip(
+            (arrays.q, arrays.k, arrays.v, found[0]), maps, strict=False
+        )
     )  # fmt: skip
     used = arrays_of(call, *found, block, counters)
     launch(device, plan.attend, KernelArgs((packed, own, *encoded), used), stream)

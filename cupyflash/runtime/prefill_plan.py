@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
 
 from .attention_args import Tiling
-from .attention_plan import ATTENTION_PARAMS, NEVER_SPLIT, combine_plan
+from .attention_plan import NEVER_SPLIT, combine_plan
 from .device import DeviceInfo
-from .dtypes import BF16, FP16, ScalarType
-from .fp8_tile import Fp8Tile, fp8_refusal, fp8_tile, fp8_variants
-from .params import ParamsLayout
+from .dtypes import BF16, FP16
+from .fp8_tile import Fp8Tile, fp8_refusal
 from .plan import Plan
+from .prefill_tile import (
+    PREFILL_PARAMS,
+    TILE_ROWS,
+    PrefillTile,
+    prefill_tile,
+    prefill_variant,
+    prefill_variants,
+)
 from .problem import AttentionProblem
 from .splits import MOST_SPLITS, fewest_pieces
-from .variant import Variant
 
 __all__ = [
     "PREFILL_PARAMS",
@@ -28,23 +33,7 @@ __all__ = [
     "prefill_variants",
 ]
 
-PREFILL_PARAMS = ParamsLayout(
-    *((name, "ptr") for name in ("counter", "links")),
-    *(
-        (name, "i32")
-        for name in (
-            *("items", "splits", "pack_shift", "head_groups", "blocks", "together", "l2_keys"),
-            *("box_keys", "outside_page", "most_skipped"),
-        )
-    ),
-)
-"""The layout of ``core/prefill_params.cuh``."""
-
-TILE_ROWS = 128
-_ARCH = "sm_90a"
 _THREADS = 384
-_ALIGNMENT = 1024
-_REST_BYTES = 1536  # of shared memory besides the tiles: PrefillShared::Rest
 _LARGEST_WORKSPACE = 1 << 28
 _SMALLEST_CHUNK = 512  # keys
 _WAVES = 4  # tiles a multiprocessor, at most, for the sake of splitting
@@ -82,98 +71,6 @@ class PrefillPlan:
     workspace_at: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Tile:
-    """What is compiled for a head bucket: keys of a tile, buffers of queries and of keys."""
-
-    head_dim: int
-    head_dim_v: int
-    keys: int
-    query_stages: int
-    stages: int
-    turns: bool = True
-
-    @property
-    def smem_bytes(self) -> int:
-        k, v = (-(-size // 64) * 128 for size in (self.head_dim, self.head_dim_v))
-        tiles = self.query_stages * TILE_ROWS * k + self.stages * self.keys * (k + v)
-        return _ALIGNMENT + tiles + _REST_BYTES
-
-    def variant(self, kind: ScalarType, score_mod: bool) -> Variant:
-        shape = f"d{self.head_dim}" + (
-            "" if self.head_dim == self.head_dim_v else f"_{self.head_dim_v}"
-        )
-        name = f"attention_fwd_sm90_{kind.name}_{shape}_n{self.keys}"
-        return Variant(
-            "attention_fwd_sm90.cu",
-            name + ("_mod" if score_mod else ""),
-            _ARCH,
-            (
-                ("COMPUTE_TYPE", kind.code),
-                ("HEAD_DIM", self.head_dim),
-                ("HEAD_DIM_V", self.head_dim_v),
-                ("KEY_STAGES", self.stages),
-                ("KEY_TILE", self.keys),
-                ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
-                ("PREFILL_NBYTES", PREFILL_PARAMS.nbytes),
-                ("QUERY_STAGES", self.query_stages),
-                ("SCORE_MOD", int(score_mod)),
-                ("SMEM_NBYTES", self.smem_bytes),
-                ("TURNS", int(self.turns)),
-            ),
-        )
-
-
-_FULL_64 = _Tile(64, 64, 192, 2, 3)
-_TILES = (
-    _Tile(64, 64, 128, 2, 3),
-    _Tile(96, 96, 128, 2, 2),
-    _Tile(128, 128, 128, 2, 2),
-    _Tile(192, 128, 128, 1, 2),
-    _Tile(192, 192, 112, 1, 2),
-    _Tile(256, 256, 80, 1, 2),
-)
-# Modified scores take registers.
-_MOD_TILES = (*_TILES[:4], _Tile(192, 192, 96, 1, 2), _Tile(256, 256, 48, 1, 3))
-
-
-def prefill_variants(arch: str) -> Iterator[Variant]:
-    """All that the Hopper prefill kernel can be asked for."""
-    if arch == "sm_90":
-        for kind in (FP16, BF16):
-            for score_mod in (False, True):
-                for tile in _MOD_TILES if score_mod else (*_TILES, _FULL_64):
-                    yield tile.variant(kind, score_mod)
-        yield from fp8_variants(PREFILL_PARAMS.nbytes)
-
-
-def _tile(problem: AttentionProblem) -> _Tile | Fp8Tile:
-    """The narrowest bucket; without a mask, wide tiles of keys pay for narrow heads."""
-    return fp8_tile(problem) if problem.kv_type.is_fp8 else _tile_16bit(problem)
-
-
-def _variant(problem: AttentionProblem) -> Variant:
-    score_mod = _score_mod(problem)
-    if problem.kv_type.is_fp8:
-        return fp8_tile(problem).variant(PREFILL_PARAMS.nbytes, score_mod)
-    return _tile_16bit(problem).variant(problem.kv_type, score_mod)
-
-
-def _tile_16bit(problem: AttentionProblem) -> _Tile:
-    score_mod = _score_mod(problem)
-    found = next(
-        tile
-        for tile in (_MOD_TILES if score_mod else _TILES)
-        if problem.head_dim <= tile.head_dim and problem.head_dim_v <= tile.head_dim_v
-    )
-    unmasked = problem.window_left < 0 and problem.window_right < 0
-    return _FULL_64 if found.head_dim == 64 and unmasked and not score_mod else found
-
-
-def _score_mod(problem: AttentionProblem) -> bool:
-    return problem.softcap > 0 or problem.has_alibi
-
-
 def prefill_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
     """Why the prefill kernel does not serve a problem; empty where it does."""
     if info.capability != (9, 0):
@@ -190,13 +87,13 @@ def prefill_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
     page = problem.page_size
     if page is not None and _box_keys(problem) % 8:
         return f"page size {page}: it takes multiples of 8, from 16"
-    if _items(problem, _tile(problem))[0] * MOST_SPLITS >= _MOST_ITEMS:
+    if _items(problem, prefill_tile(problem))[0] * MOST_SPLITS >= _MOST_ITEMS:
         return "there are more than 2^24 tiles"
     return ""
 
 
 def _box_keys(problem: AttentionProblem) -> int:
-    keys = _tile(problem).keys
+    keys = prefill_tile(problem).keys
     page = problem.page_size
     return keys if page is None else gcd(page, keys) if page >= 16 else 1
 
@@ -205,7 +102,7 @@ def _pack(problem: AttentionProblem) -> int:
     return gcd(problem.group_size, TILE_ROWS)
 
 
-def _items(problem: AttentionProblem, tile: _Tile | Fp8Tile) -> tuple[int, int]:
+def _items(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> tuple[int, int]:
     """Tiles at most, and how many of them every request and head group has (0: by its length)."""
     tokens = TILE_ROWS // _pack(problem)
     per_request = -(-min(problem.max_seqlen_q, problem.total_q) // tokens)
@@ -229,7 +126,7 @@ def make_prefill_plan(
     Requests of at most ``most_skipped`` rows (queries times heads of a group) are left to a decode
     launch before, which runs beside this one and has the first ``workspace_at`` bytes.
     """
-    tile, pack = _tile(problem), _pack(problem)
+    tile, pack = prefill_tile(problem), _pack(problem)
     workspace_limit -= workspace_at
     tiles, blocks = _items(problem, tile)
     chunk, splits = _choose_splits(problem, info, tile, tiles, workspace_limit)
@@ -242,7 +139,7 @@ def make_prefill_plan(
     rows = problem.total_q * problem.num_heads_q * splits if splits > 1 else 0
     partial_bytes = rows * (problem.head_dim_v + 1) * 4
     attend = Plan(
-        _variant(problem),
+        prefill_variant(problem),
         (min(info.num_sms, items), 1, 1),
         (_THREADS, 1, 1),
         tile.smem_bytes,
@@ -281,7 +178,7 @@ def prefill_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
 def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     if problem.num_splits == 1 or problem.batch_invariant:
         return 0
-    tiles = _items(problem, _tile(problem))[0]
+    tiles = _items(problem, prefill_tile(problem))[0]
     if problem.num_splits:
         pieces = tiles * min(problem.num_splits, MOST_SPLITS)
     else:
@@ -298,7 +195,7 @@ def _visible(problem: AttentionProblem) -> int:
 
 
 def _choose_splits(
-    problem: AttentionProblem, info: DeviceInfo, tile: _Tile | Fp8Tile, tiles: int, limit: int
+    problem: AttentionProblem, info: DeviceInfo, tile: PrefillTile | Fp8Tile, tiles: int, limit: int
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
     visible, wanted = _visible(problem), problem.num_splits

@@ -143,6 +143,23 @@ __device__ __forceinline__ void tma_load4(u32 to, const TensorMap *map, i32 x, i
                : "memory");
 }
 
+__device__ __forceinline__ void tma_store3(const TensorMap *map, u32 from, i32 x, i32 y, i32 z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::
+                   "l"(map),
+               "r"(from), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
+// The stores of this thread so far have read shared memory.
+__device__ __forceinline__ void tma_wait_read() {
+  asm volatile("cp.async.bulk.commit_group;\n\tcp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+
+// They are done.
+__device__ __forceinline__ void tma_wait_stored() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // What this thread wrote to shared memory is visible to copies and warpgroup products.
 __device__ __forceinline__ void fence_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -38,6 +38,7 @@ struct PrefillTile {
   i32 n_begin, n_end;      // key tiles; they are walked downwards
   i32 mask_from;           // key tiles from here on need the mask and the running maximum,
   i32 mask_below;          // and so do those below
+  i32 staged;              // every row is one of the request's, and this is their final result
   i32 failed;              // the fixed shift did not hold
 };
 
@@ -162,6 +163,7 @@ __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const Pref
     t.head_group = head_group;
     t.kv_head = head_group / (p.group >> x.pack_shift);
     t.slot = chunks > 1 ? split : -1;
+    t.staged = chunks <= 1 && first + tokens <= r.q_len;
     t.kv_row = r.kv_begin;
     t.failed = 0;
     describe_keys<kKeys>(p, r.kv_len, r.kv_len - r.q_len, first, last, keys, t);

@@ -151,6 +151,18 @@ __device__ __forceinline__ u32 pack_pair(float lo, float hi) {
   if constexpr (kIsFp8<kType>) return pack_fp8<kType>(lo, hi);
 }
 
+// sum + 0 * pair: NaN where an element is not finite.
+template <ScalarType kType>
+__device__ __forceinline__ u32 times_zero(u32 pair, u32 sum) {
+  u32 result;
+  if constexpr (kType == kFp16) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0u), "r"(sum));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(pair), "r"(0u), "r"(sum));
+  }
+  return result;
+}
+
 template <ScalarType kType>
 __device__ __forceinline__ float2 unpack_pair(u32 pair) {
   if constexpr (kType == kFp16) return unpack_fp16(pair);

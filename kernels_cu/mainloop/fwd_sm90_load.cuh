@@ -1,5 +1,5 @@
-// The loading warps of the Hopper prefill: one claims tiles and loads queries and keys, one loads
-// values. Shared memory, its barriers, and what travels through it.
+// The first warpgroup of the Hopper prefill: one warp claims tiles and loads queries, one loads keys,
+// one values, one stores results. Shared memory, its barriers, and what travels through it.
 #pragma once
 
 #include "arch/mma_sm80.cuh"
@@ -13,6 +13,7 @@ constexpr int kComputeWarps = 8;
 
 struct PrefillMaps {
   const TensorMap *q, *k, *v;
+  const TensorMap *out = nullptr;
 };
 
 // A place in a ring of kSlots buffers, and the parity of its barriers.
@@ -38,9 +39,12 @@ struct PrefillShared {
   static constexpr int kKeyBytes = kKeys * kPanels * 128;
   static constexpr int kValueBytes = kKeys * kPanelsV * 128;
   static constexpr int kTiles = 4;  // a tile is read until the one after the next is begun
+  // Results of whole tiles leave through the buffer of their queries.
+  static constexpr bool kStaged = kQueryStages > 1 && kPanelsV <= kPanels;
 
   struct Rest {
-    u64 query_full[kQueryStages], query_empty[kQueryStages];
+    u64 tile_full[kTiles], claim;
+    u64 query_full[kQueryStages], query_empty[kQueryStages], staged[kQueryStages];
     u64 key_full[kStages], key_empty[kStages];
     u64 value_full[kStages], value_empty[kStages], value_raw;
     u64 drained;
@@ -82,9 +86,12 @@ struct PrefillShared {
   // By one thread.
   __device__ __forceinline__ void init() const {
     Rest &r = rest();
+    for (int i = 0; i < kTiles; ++i) mbarrier_init(shared_address(&r.tile_full[i]), 1);
+    mbarrier_init(shared_address(&r.claim), 1);
     for (int i = 0; i < kQueryStages; ++i) {
       mbarrier_init(shared_address(&r.query_full[i]), 1);
-      mbarrier_init(shared_address(&r.query_empty[i]), kComputeWarps + 1);  // and the values' warp
+      mbarrier_init(shared_address(&r.query_empty[i]), kStaged ? 1 : kComputeWarps);
+      mbarrier_init(shared_address(&r.staged[i]), kComputeWarps);
     }
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(shared_address(&r.key_full[i]), 1);
@@ -93,7 +100,7 @@ struct PrefillShared {
       mbarrier_init(shared_address(&r.value_empty[i]), kComputeWarps);
     }
     mbarrier_init(shared_address(&r.value_raw), 1);
-    mbarrier_init(shared_address(&r.drained), kComputeWarps);
+    mbarrier_init(shared_address(&r.drained), kComputeWarps + (kStaged ? 1 : 0));
     mbarrier_init_fence();
     r.again = kNoLink;
   }
@@ -164,59 +171,48 @@ struct PrefillLoader {
     return shared.rest().tile[number % S::kTiles];
   }
 
-  // ---- queries and keys
+  // ---- tiles and queries
 
-  __device__ __forceinline__ void run_keys() const {
+  // Claims tiles, describes them for the other warps, and loads their queries.
+  __device__ __forceinline__ void run_tiles() const {
     typename S::Rest &r = shared.rest();
     Ring<S::kQueryStages> q;
-    Ring<S::kStages> k;
     const int items = count_items(x, r.order), dealt = count_dealt();
-    int item = dealt ? static_cast<int>(blockIdx.x)
-                     : __shfl_sync(0xffffffffu, claim(items), 0);
+    int item = dealt ? static_cast<int>(blockIdx.x) : __shfl_sync(0xffffffffu, claim(items), 0);
+    u32 claim_parity = 0;
     bool again = false;  // going through the list of tiles that run again
-    bool real = false;   // `number` is a tile, and no message
 #pragma unroll 1
-    for (int number = -1;;) {
-      const PrefillTile &t = tile(max(number, 0));
-      const int begin = real ? t.n_begin : 0, end = real ? t.n_end : 1;
-      // The next tile is claimed late enough for the order of the tiles, and looked up and its
-      // queries asked for while keys of this one are waited for.
-      const int claim_at = min(begin + 2, end - 1), seek_at = max(begin, claim_at - 1);
-      int claimed = 0;
-      bool found = false;
-#pragma unroll 1
-      for (int n = end - 1; n >= begin; --n) {
-        if (real) {
-          if (n == claim_at && !again) claimed = claim(items);
-          const Box box = locate_box<S::kPanels>(t, n, lane);
-          mbarrier_wait(shared_address(&r.key_empty[k.slot]), k.parity ^ 1);
-          const u32 full = shared_address(&r.key_full[k.slot]);
-          if (lane == 0) mbarrier_arrive_expect(full, S::kKeyBytes);
-          __syncwarp();
-          load_boxes<S::kPanels>(maps.k, t, n, box, shared.keys(k.slot), full);
-          k.next();
-        }
-        if (n == seek_at) {
-          if (real) {
-            item = again ? *reinterpret_cast<const volatile i32 *>(x.links + item)
-                         : dealt + __shfl_sync(0xffffffffu, claimed, 0);
-          }
-          found = seek(item, items, again, number + 1);
-          if (S::kQueryStages > 1 && found) load_queries(number + 1, q);
-        }
+    for (int number = 0;; ++number) {
+      const bool found = seek(item, items, again, number);
+      const PrefillTile &t = tile(number);
+      if (lane == 0) {
+        if (!found) tile(number).item = again ? kStop : kDrain;
+        mbarrier_arrive(shared_address(&r.tile_full[number % S::kTiles]));
       }
-      ++number;
-      real = found;
+      __syncwarp();
+      load_queries(t, found, q);
       if (found) {
-        if (S::kQueryStages == 1) load_queries(number, q);
-        continue;
+        if (!is_short(t)) {
+          mbarrier_wait(shared_address(&r.claim), claim_parity);
+          claim_parity ^= 1;
+        }
+        item = again ? *reinterpret_cast<const volatile i32 *>(x.links + item)
+                     : dealt + __shfl_sync(0xffffffffu, claim(items), 0);
+      } else if (again) {
+        return;
+      } else {
+        mbarrier_wait(shared_address(&r.drained), 0);
+        again = true;
+        item = r.again;
       }
-      post(again ? kStop : kDrain, number, q);
-      if (again) return;
-      mbarrier_wait(shared_address(&r.drained), 0);
-      again = true;
-      item = r.again;
     }
+  }
+
+  // The next tile is claimed late, for the sake of the order of the tiles, but early enough that
+  // its keys follow those of this one: at once, or when this many keys are left to ask for.
+  static constexpr int kClaimAhead = 3;
+  __device__ __forceinline__ static bool is_short(const PrefillTile &t) {
+    return t.n_end - t.n_begin <= kClaimAhead;
   }
 
   // Describes `item`, or the first one after it that is anything. False: there is none.
@@ -240,50 +236,74 @@ struct PrefillLoader {
     return lane == 0 ? static_cast<int>(atomicInc(x.counter, claims - 1)) : 0;
   }
 
-  __device__ __forceinline__ void load_queries(int number, Ring<S::kQueryStages> &q) const {
+  // A message comes without queries.
+  __device__ __forceinline__ void load_queries(const PrefillTile &t, bool found,
+                                               Ring<S::kQueryStages> &q) const {
     typename S::Rest &r = shared.rest();
-    const PrefillTile &t = tile(number);
     mbarrier_wait(shared_address(&r.query_empty[q.slot]), q.parity ^ 1);
     const u32 full = shared_address(&r.query_full[q.slot]);
-    if (lane == 0) mbarrier_arrive_expect(full, S::kQueryBytes);
+    if (lane == 0) {
+      if (found) {
+        mbarrier_arrive_expect(full, S::kQueryBytes);
+      } else {
+        mbarrier_arrive(full);
+      }
+    }
     __syncwarp();
-    if (lane < S::kPanels) {
+    if (found && lane < S::kPanels) {
       tma_load3(shared.queries(q.slot) + lane * kTileRows * 128, maps.q, lane * 64,
                 t.head_group << x.pack_shift, t.q_begin + t.token, full);
     }
     q.next();
   }
 
-  // A message without a tile.
-  __device__ __forceinline__ void post(int item, int number, Ring<S::kQueryStages> &q) const {
+  // By the warps that load keys, load values and store: the next tile or message.
+  __device__ __forceinline__ const PrefillTile &wait_tile(int number) const {
+    const int slot = number % S::kTiles;
+    mbarrier_wait(shared_address(&shared.rest().tile_full[slot]), number / S::kTiles & 1);
+    return shared.rest().tile[slot];
+  }
+
+  // ---- keys
+
+  __device__ __forceinline__ void run_keys() const {
     typename S::Rest &r = shared.rest();
-    mbarrier_wait(shared_address(&r.query_empty[q.slot]), q.parity ^ 1);
-    if (lane == 0) {
-      tile(number).item = item;
-      mbarrier_arrive(shared_address(&r.query_full[q.slot]));
+    Ring<S::kStages> k;
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+      const PrefillTile t = wait_tile(number);
+      __syncwarp();  // it may be replaced once the first of its keys are there
+      const int item = t.item, begin = t.n_begin;
+      if (item == kStop) return;
+      if (item == kDrain) continue;
+      const int claim_at = is_short(t) ? begin - 1 : begin + kClaimAhead;
+#pragma unroll 1
+      for (int n = t.n_end - 1; n >= begin; --n) {
+        if (n == claim_at && lane == 0) mbarrier_arrive(shared_address(&r.claim));
+        const Box box = locate_box<S::kPanels>(t, n, lane);
+        mbarrier_wait(shared_address(&r.key_empty[k.slot]), k.parity ^ 1);
+        const u32 full = shared_address(&r.key_full[k.slot]);
+        if (lane == 0) mbarrier_arrive_expect(full, S::kKeyBytes);
+        __syncwarp();
+        load_boxes<S::kPanels>(maps.k, t, n, box, shared.keys(k.slot), full);
+        k.next();
+      }
     }
-    __syncwarp();
-    q.next();
   }
 
   // ---- values
 
   __device__ __forceinline__ void run_values() const {
     typename S::Rest &r = shared.rest();
-    Ring<S::kQueryStages> q;
     Ring<S::kStages> v;
     u32 raw_parity = 0;
 #pragma unroll 1
     for (int number = 0;; ++number) {
-      mbarrier_wait(shared_address(&r.query_full[q.slot]), q.parity);
-      const PrefillTile &t = tile(number);
-      const int item = t.item;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared_address(&r.query_empty[q.slot]));
-      q.next();
+      const PrefillTile t = wait_tile(number);
+      __syncwarp();  // it may be replaced once the first of its keys are there
+      const int item = t.item, begin = t.n_begin;
       if (item == kStop) return;
       if (item == kDrain) continue;
-      const int begin = t.n_begin;
 #pragma unroll 1
       for (int n = t.n_end - 1; n >= begin; --n) {
         const int from = max(0, t.own_begin - n * kKeys), until = t.own_end - n * kKeys;
@@ -318,6 +338,32 @@ struct PrefillLoader {
       for (int i = from * 8 + lane; i < until * 8; i += 32) {
         store_shared16(tile + panel * kKeys * 128 + i * 16, zero);
       }
+    }
+  }
+
+  // ---- results
+
+  // Stores what the computing warps left in place of the queries, and hands the buffer on.
+  __device__ __forceinline__ void run_stores() const {
+    typename S::Rest &r = shared.rest();
+    Ring<S::kQueryStages> q;
+#pragma unroll 1
+    for (int number = 0;; ++number) {
+      const PrefillTile &t = wait_tile(number);
+      const int item = t.item;
+      if (item == kStop) return;
+      mbarrier_wait(shared_address(&r.staged[q.slot]), q.parity);
+      if (item == kDrain) {
+        tma_wait_stored();  // those that run again write the same memory
+        if (lane == 0) mbarrier_arrive(shared_address(&r.drained));
+      } else if (t.staged && lane < S::kPanelsV) {
+        tma_store3(maps.out, shared.queries(q.slot) + lane * kTileRows * 128, lane * 64,
+                   t.head_group << x.pack_shift, t.q_begin + t.token);
+        tma_wait_read();
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(shared_address(&r.query_empty[q.slot]));
+      q.next();
     }
   }
 };

@@ -13,74 +13,95 @@ struct OutputRow {
   int head;
   int quarter;  // this lane
 
-  // `half` 1 is the row 8 after in the accumulators, which hold columns 8j + 2 quarter + {0, 1}.
-  template <ScalarType kType, int kDv>
-  __device__ __forceinline__ void store(RowResult result, int half,
-                                        const float (&o)[kDv / 2]) const {
-    const i64 at = static_cast<i64>(t.q_begin) + token;
-    if (t.slot >= 0) {
-      if (token < t.q_len) store_partial<kDv>(at, result, half, o);
-      return;
-    }
-    float weight = 1.f;
+  // With the sink, which partial results go without. Returns the factor that O is due, and stores
+  // the LSE.
+  __device__ __forceinline__ float finish(RowResult result) const {
+    if (t.slot >= 0) return result.norm;
     if (p.sink) {
       const float sink = load_sink(p, head);
       StateSum state(fmaxf(result.lse, sink));
       const float part = state.add(result.lse);
       state.add(sink);
-      weight = state.weight(part);
+      result.norm *= state.weight(part);
       result.lse = state.lse();
     }
-    const bool inside = token < t.q_len;
-    if (inside && quarter == 0) store_lse(p, at, head, result.lse);
-    char *const to = p.out + at * p.out_token_stride + head * p.out_head_stride;
-    store_columns<kType, kDv>(inside, to, result.norm * weight, half, o);
+    if (p.lse && token < t.q_len && quarter == 0) {
+      store_lse(p, static_cast<i64>(t.q_begin) + token, head, result.lse);
+    }
+    return result.norm;
   }
 
+  // `half` 1 is the row 8 after in the accumulators, which hold columns 8j + 2 quarter + {0, 1}.
+  // Returns 0, or NaN where anything is not finite.
   template <int kDv>
-  __device__ __forceinline__ void store_partial(i64 at, RowResult result, int half,
+  __device__ __forceinline__ float store_partial(RowResult result, int half,
                                                 const float (&o)[kDv / 2]) const {
-    const i64 row = (static_cast<i64>(t.slot) * p.total_q + at) * p.heads_q + head;
+    const i64 at = static_cast<i64>(t.slot) * p.total_q + t.q_begin + token;
+    const i64 row = at * p.heads_q + head;
     if (quarter == 0) p.partial_lse[row] = result.lse;
     float *const to = p.partial_out + row * p.head_dim_v;
+    float test = 0.f;
 #pragma unroll
     for (int j = 0; j < kDv / 8; ++j) {
       const int column = 8 * j + 2 * quarter;
-      if (column < p.head_dim_v) {
-        *reinterpret_cast<float2 *>(to + column) = make_float2(
-            o[4 * j + 2 * half] * result.norm, o[4 * j + 2 * half + 1] * result.norm);
-      }
+      const float x = o[4 * j + 2 * half] * result.norm, y = o[4 * j + 2 * half + 1] * result.norm;
+      test = fmaf(x, 0.f, fmaf(y, 0.f, test));
+      if (column < p.head_dim_v) *reinterpret_cast<float2 *>(to + column) = make_float2(x, y);
     }
+    return test;
   }
 
-  // A transposition of 4 x 4 words among the four lanes makes stores of 16 bytes.
+  // Even lanes take the first of two groups of 8 columns, odd ones the second: stores of 8 bytes, 32 a
+  // row. Returns 0, or NaN where anything is not finite.
   template <ScalarType kType, int kDv>
-  __device__ __forceinline__ void store_columns(bool inside, char *to, float norm, int half,
-                                                const float (&o)[kDv / 2]) const {
+  __device__ __forceinline__ u32 store_columns(bool inside, float norm, int half,
+                                               const float (&o)[kDv / 2]) const {
+    const i64 at = static_cast<i64>(t.q_begin) + token;
+    char *const to = p.out + at * p.out_token_stride + head * p.out_head_stride + quarter / 2 * 8;
+    const bool odd = quarter & 1;
+    u32 test = 0;
 #pragma unroll
-    for (int g = 0; g < kDv / 32; ++g) {
-      u32 word[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int j = 4 * (4 * g + i) + 2 * half;
-        word[i] = pack_pair<kType>(o[j] * norm, o[j + 1] * norm);
-      }
-      exchange(word[0], word[1], 1);
-      exchange(word[2], word[3], 1);
-      exchange(word[0], word[2], 2);
-      exchange(word[1], word[3], 2);
-      const int column = 32 * g + 8 * quarter;
+    for (int g = 0; g < kDv / 16; ++g) {
+      const int j = 8 * g + 2 * half;
+      const u32 first = pack_pair<kType>(o[j] * norm, o[j + 1] * norm);
+      const u32 second = pack_pair<kType>(o[j + 4] * norm, o[j + 5] * norm);
+      test = times_zero<kType>(first, times_zero<kType>(second, test));
+      const u32 got = __shfl_xor_sync(0xffffffffu, odd ? first : second, 1);
+      const int column = 16 * g + 8 * odd;
       if (inside && column < p.head_dim_v) {
-        *reinterpret_cast<uint4 *>(to + column * 2) =
-            make_uint4(word[0], word[1], word[2], word[3]);
+        *reinterpret_cast<uint2 *>(to + column * 2) =
+            odd ? make_uint2(got, second) : make_uint2(first, got);
       }
     }
-  }
-
-  // Lanes without `bit` give `high` for `low` of the lane that has it.
-  __device__ __forceinline__ void exchange(u32 &low, u32 &high, int bit) const {
-    const bool upper = quarter & bit;
-    const u32 got = __shfl_xor_sync(0xffffffffu, upper ? low : high, bit);
-    (upper ? low : high) = got;
+    return test;
   }
 };
+
+template <ScalarType kType>
+__device__ __forceinline__ float sum_pairs(u32 pair) {
+  const float2 both = unpack_pair<kType>(pair);
+  return both.x + both.y;
+}
+
+// 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a row
+// with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not finite.
+template <ScalarType kType, int kDv>
+__device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const float (&norm)[2],
+                                            const float (&o)[kDv / 2]) {
+  const int matrix = lane / 8, row = lane % 8;
+  const u32 to = rows + (matrix % 2 * 8 + row) * 128 + (matrix / 2 ^ row) * 16;
+  u32 test[4] = {};
+#pragma unroll
+  for (int j = 0; j < kDv / 16; ++j) {
+    u32 word[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = 8 * j + i / 2 * 4 + i % 2 * 2;
+      word[i] = pack_pair<kType>(o[at] * norm[i % 2], o[at + 1] * norm[i % 2]);
+      test[i] = times_zero<kType>(word[i], test[i]);
+    }
+    stmatrix4((to ^ j % 4 * 32) + j / 4 * panel, word);
+  }
+  return sum_pairs<kType>(test[0]) + sum_pairs<kType>(test[1]) + sum_pairs<kType>(test[2]) +
+         sum_pairs<kType>(test[3]);
+}

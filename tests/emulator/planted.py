@@ -106,7 +106,7 @@ PLANTED = [
     Planted("prefill: no wait for values", PREFILL, _wait("value_full"), ";", _TILES),
     Planted("prefill: no wait for an empty stage of keys", PREFILL, _wait("key_empty"), ";", _TILES),
     Planted("prefill: too few bytes expected", PREFILL, r"S::kKeyBytes\);", "S::kKeyBytes - 128);", _TILES),
-    Planted("prefill: one key too many is seen", PREFILL, r"at >= high - column", "at > high - column", _TILES),
+    Planted("prefill: one key too many is seen", PREFILL, r"bits_before\(high - column", "bits_before(high + 1 - column", _TILES),
     Planted("prefill: stage given back before its products are done", PREFILL, r"mbarrier_init\(shared_address\(&r\.key_empty\[i\]\), kComputeWarps\)", "mbarrier_init(shared_address(&r.key_empty[i]), 1)", _TILES),
     Planted("prefill: no proxy fence after rows are cleared", PREFILL, _body("fence_async_proxy"), r"\1 {}", _TILES),
     Planted("prefill: no wait for products", PREFILL, r"wgmma\.wait_group\.sync\.aligned %0;", "", _TILES),

@@ -1,0 +1,89 @@
+"""Bugs planted in what the warps of the 16-bit Hopper prefill hand to each other."""
+
+from __future__ import annotations
+
+from cupyflash.testing import Case
+
+from .planted import PREFILL, Planted
+
+__all__ = ["PLANTED_PREFILL"]
+
+_TILES = Case(lengths=((300, 200),), num_heads_kv=2, group_size=2, head_dim=64, causal=True,
+              q_type="bf16", kv_type="bf16")  # fmt: skip
+_TAIL = _TILES.replace(lengths=((140, 60), (40, 0), (70, 3)))  # tiles with rows of others
+_WINDOW = _TILES.replace(window_size=(90, 0), causal=False)
+
+PLANTED_PREFILL = [
+    Planted("handed over: nothing", PREFILL, "", "", _TILES),
+    Planted("handed over: nothing, with tails", PREFILL, "", "", _TAIL),
+    Planted(
+        "handed over: a tile before it is described",
+        PREFILL,
+        r"mbarrier_wait\(shared_address\(&shared\.rest\(\)\.tile_full\[slot\]\)[^;]*;",
+        ";",
+        _TILES,
+    ),
+    Planted(
+        "handed over: results before they are there",
+        PREFILL,
+        r"mbarrier_wait\(shared_address\(&r\.staged\[q\.slot\]\), q\.parity\);",
+        ";",
+        _TILES,
+    ),
+    Planted(
+        "handed over: results of one warp are enough",
+        PREFILL,
+        r"(&r\.staged\[i\]\)), kComputeWarps\)",
+        r"\1, 1)",
+        _TILES,
+    ),
+    Planted(
+        "handed over: results without a proxy fence",
+        PREFILL,
+        r"fence_async_proxy\(\);(\s+return fmaf)",
+        r"\1",
+        _TILES,
+    ),
+    Planted(
+        "handed over: a buffer whose results are still read",
+        PREFILL,
+        r"cp\.async\.bulk\.wait_group\.read 0;",
+        "",
+        _TILES,
+    ),
+    Planted(
+        "handed over: queries over results",
+        PREFILL,
+        r"mbarrier_wait\(shared_address\(&r\.query_empty\[q\.slot\]\), q\.parity \^ 1\);",
+        ";",
+        _TILES,
+    ),
+    Planted(
+        "staged: results without the swizzle",
+        PREFILL,
+        r"\(matrix / 2 \^ row\)",
+        "(matrix / 2)",
+        _TILES,
+    ),
+    Planted(
+        "staged: rows of the next request",
+        PREFILL,
+        r"first \+ tokens <= r\.q_len",
+        "first < r.q_len",
+        _TAIL,
+    ),
+    Planted(
+        "masked: one key too few by the window",
+        PREFILL,
+        r"~bits_before\(low - column",
+        "~bits_before(low + 1 - column",
+        _WINDOW,
+    ),
+    Planted(
+        "masked: both keys of a pair or none",
+        PREFILL,
+        r"min\(end & 7, 2\)",
+        "(end & 6 ? 2 : 0)",
+        _TILES,
+    ),
+]
