@@ -302,7 +302,12 @@ class Made:
 
     def expected(self, **changes):
         args = {**self.arguments(), **changes}
-        return expect_attention(**args, out_dtype=self.case.dtype, **weight_precision(**args))
+        precision = weight_precision(
+            **{n: self.path.array(a) if isinstance(a, np.ndarray) else a for n, a in args.items()},
+            max_seqlen_q=max(self.case.q_lens),
+            max_seqlen_k=max(self.case.kv_lens),
+        )
+        return expect_attention(**args, out_dtype=self.case.dtype, **precision)
 
 
 def address(path, array):
