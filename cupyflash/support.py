@@ -105,6 +105,7 @@ SUPPORT: tuple[Row, ...] = (
         largest_head_dim=64,
         largest_head_dim_v=512,
         latent=True,
+        built=True,
     ),
 )
 

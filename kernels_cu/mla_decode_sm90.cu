@@ -16,34 +16,43 @@ namespace {
 
 constexpr int kThreads = 384;
 
+// By one warp: one of the first tiles of a piece. Other blocks may still be at an earlier one, so
+// each loads its own.
+__device__ __forceinline__ void load_first(const LatentLoader &loader, const Segment &s, int tile,
+                                           int stage) {
+  if (tile >= end_tile_of(s)) return;
+  const int page = loader.page_of(s, tile);
+  if (threadIdx.x % 32 == 0) loader.expect(stage);
+  __syncwarp();
+  loader.load(s, tile, stage, page, 0);
+}
+
 // Makes pieces, holds their queries, and makes weights of their scores.
 template <class V>
 __device__ __forceinline__ void run_scores(const LatentLoader &loader, const LatentLine &line) {
   LatentScores<V> scores(loader);
   LatentTiles::Rest &rest = loader.tiles.rest();
-  const bool first_warp = threadIdx.x < 32;
   LatentPlace at;
 #pragma unroll 1
-  for (u32 turn = 0;; turn ^= LatentTiles::kPieceBytes) {
-    LatentPiece &piece = loader.tiles.piece(turn);
-    if (threadIdx.x == 0) line.next(rest.cursor, piece);
+  while (true) {
+    if (threadIdx.x == 0) {
+      rest.newest ^= 1;
+      line.next(rest.cursor, rest.piece[rest.newest]);
+    }
     named_barrier_sync(kScoresOnly, 128);
+    const LatentPiece &piece = rest.piece[rest.newest];
     if (piece.spans == 0) break;
     const Segment &s = piece.segment;
-    const int begin = first_tile_of(s), end = end_tile_of(s);
-    // Queries pass through the third stage.
-    LatentPlace place = at;
-#pragma unroll 1
-    for (int i = 0; i < kLatentStages - 1; ++i, place.next()) {
-      if (first_warp && begin + i < end) loader.load_all(s, begin + i, place.stage);
-    }
-    scores.hold_queries(s, place.stage);
-    if (first_warp && begin + kLatentStages - 1 < end) {
-      loader.load_all(s, begin + kLatentStages - 1, place.stage);
-    }
+    const int begin = first_tile_of(s);
+    // Queries pass through the third stage. A warp loads a tile.
+    const int warp = fresh(threadIdx.x) / 32;
+    const int third = at.stage == 0 ? 2 : at.stage - 1, mine = (at.stage + warp) % kLatentStages;
+    if (warp < 2) load_first(loader, s, begin + warp, mine);
+    scores.hold_queries(s, third);
+    if (warp == 2) load_first(loader, s, begin + warp, third);
     named_barrier_sync(kPieceReady, kThreads);
     scores.run(s, at);
-    scores.conclude(s);
+    scores.conclude();
   }
   named_barrier_sync(kPieceReady, kThreads);
 }
@@ -55,29 +64,24 @@ __device__ __forceinline__ void run_values(const LatentLoader &loader, const Lat
   LatentTiles::Rest &rest = loader.tiles.rest();
   LatentPlace at;
 #pragma unroll 1
-  for (u32 turn = 0;; turn ^= LatentTiles::kPieceBytes) {
+  while (true) {
     named_barrier_sync(kPieceReady, kThreads);
-    const LatentPiece &piece = loader.tiles.piece(turn);
+    const LatentPiece &piece = rest.piece[rest.newest];
     if (piece.spans == 0) return;
     LatentValues<V> values(loader, half);
     values.run(piece.segment, at);
     named_barrier_sync(kPieceDone, kThreads);
-    float norm[2];
-    float2 state[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = values.warp * 16 + h * 8 + values.lane / 4;
-      norm[h] = rest.results.norm[row];
-      state[h] = {rest.results.top[row], rest.results.sum[row]};
+    ends.store(values, piece);
+    if (piece.segment.slot >= 0) {
+      LatentEnd<V>::merge(ends.p, ends.d, ends.l, loader.tiles.base, &piece);
     }
-    ends.store(values, piece, norm, state);
-    if (piece.segment.slot >= 0) LatentEnd<V>::merge(ends.p, ends.d, ends.l, loader.tiles.base, turn);
   }
 }
 
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
+extern "C" __global__ void __cluster_dims__(LatentVariant::kSide, 1, 1)
+    __launch_bounds__(kThreads, 1) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
     const __grid_constant__ LatentParams l, const __grid_constant__ TensorMap rope_map,
     const __grid_constant__ TensorMap latent_map) {
@@ -98,11 +102,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
   const BatchTotals totals = add_up<kThreads>(p, d, 0, p.batch, BatchTotals{}, prefix, scratch);
   const Spans spans(d, p.batch, prefix, totals);
   const LatentLine line = {p, d, l};
-  if (threadIdx.x == 0) tiles.rest().cursor = line.begin(spans);
+  if (threadIdx.x == 0) {
+    tiles.rest().newest = 0;
+    tiles.rest().cursor = line.begin(spans);
+  }
   const LatentEnd<V> ends = {p, d, l, tiles};
   if (!totals.alike || !totals.first_tiles) ends.write_empty(prefix);
   fence_async_proxy();
-  __syncthreads();
+  cluster_sync();  // counters and barriers of other blocks are there too
   const LatentLoader loader = {p, l, tiles, &rope_map, &latent_map};
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (warpgroup == 0) {
@@ -112,4 +119,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     give_registers<160>();
     run_values<V>(loader, ends, warpgroup - 1);
   }
+  cluster_sync();  // what others load to this block, and count in it, is over
 }

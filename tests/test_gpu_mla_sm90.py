@@ -11,13 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from latent import hopper_latent
-from test_emul_mla import MANY_HEADS, OPTIONS
+from test_emul_mla import OPTIONS
+from test_emul_mla_sm90 import ANY_HEADS
 from test_mla import CASE
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.fa_version import current_capability
 
 pytestmark = pytest.mark.gpu
+EXAMPLES = int(os.environ.get("CUPYFLASH_GPU_EXAMPLES", "200"))
 
 _PROBE = """
 import cupy
@@ -25,7 +27,7 @@ from latent import hopper_latent
 from test_mla import CASE
 from cupyflash.attention import flash_attn_varlen_func
 with hopper_latent():
-    for tokens in (0, 63, 64, 200, 1000):
+    for tokens in (0, 63, 64, 200, 700):
         case = CASE.replace(lengths=((1, tokens), (2, 3)), group_size=64, page_size=64)
         case.make(cupy).check(flash_attn_varlen_func, fa_version=3)
 print("came back")
@@ -51,9 +53,9 @@ def bits(results):
     return [array.tobytes() for array in results]
 
 
-@settings(max_examples=500)
-@given(case=MANY_HEADS, kind=st.sampled_from(["bf16", "fp16"]), **OPTIONS)
-def test_many_heads(case, kind, num_splits, batch_invariant):
+@settings(max_examples=EXAMPLES)
+@given(case=ANY_HEADS, kind=st.sampled_from(["bf16", "fp16"]), **OPTIONS)
+def test_any_case(case, kind, num_splits, batch_invariant):
     import cupy
 
     inputs = case.replace(q_type=kind, kv_type=kind).make(cupy)
@@ -63,12 +65,12 @@ def test_many_heads(case, kind, num_splits, batch_invariant):
     assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_long_sequences(heads, q_len):
     import cupy
 
-    lengths = tuple((q_len, n) for n in (4096, 1, 2047, 8191, 63, 64))
+    lengths = tuple((q_len, n) for n in (2100, 1, 2047, 3000, 63, 64))
     inputs = CASE.replace(lengths=lengths, group_size=heads, page_size=64).make(cupy)
     first = inputs.call(flash_attn_varlen_func, fa_version=3)
     inputs.expected().check(*first)

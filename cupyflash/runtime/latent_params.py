@@ -12,6 +12,7 @@ LATENT_PARAMS = ParamsLayout(
     ("head_stride", "i64"),
     ("vectorised", "i32"),
     ("box_keys", "i32"),
+    ("box_panels", "i32"),
     ("outside_page", "i32"),
     ("side", "i32"),
     ("page_inverse", "u32"),

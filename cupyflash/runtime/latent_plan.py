@@ -16,11 +16,11 @@ from .latent_params import LATENT_PARAMS
 from .plan import Plan
 from .problem import AttentionProblem
 from .variant import Variant
-from .workspace import COUNTERS
 
 __all__ = [
     "LatentPlan",
     "box_keys",
+    "box_panels",
     "latent_plans",
     "latent_refusal",
     "latent_variant",
@@ -38,6 +38,7 @@ _LARGEST_SCAN = 1 << 15  # requests that every block adds up, in the memory of a
 _LARGEST_WORKSPACE = 1 << 28
 _FEWEST_SHIFT = 1  # log2 of the tiles that are worth a span of their own
 _MOST_TILES = 1 << 31
+_MOST_SPANS = 160  # that LatentEnd merges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,13 +67,11 @@ class LatentPlan:
     counters_at: int
     numbers: dict[str, int]
 
-    def pack(self, partials: tuple[int, int], arrivals: int, clear: bool = False) -> bytes:
-        """The `DecodeParams` of a launch; of the one before it with ``clear``."""
+    def pack(self, partials: tuple[int, int], arrivals: int) -> bytes:
+        """The `DecodeParams` of a launch, and of one before it."""
         fields: dict[str, Any] = dict.fromkeys(DECODE_PARAMS.names, 0)
         fields |= self.numbers
         fields |= {"partial_out": partials[0], "partial_state": partials[1], "arrivals": arrivals}
-        if clear:
-            fields["spans"] *= self.side
         return DECODE_PARAMS.pack(*fields.values())
 
 
@@ -81,11 +80,17 @@ def box_keys(page_size: int | None) -> int:
     return _KEYS if page_size is None else gcd(page_size, _KEYS)
 
 
-def latent_variant(kind: ScalarType) -> Variant:
-    """What is compiled."""
+def box_panels(problem: AttentionProblem) -> int:
+    """Panels of 128 bytes of the latent that a TMA box has: half a tile's if it can."""
+    whole = box_keys(problem.page_size) == _KEYS and problem.head_dim_v % 64 == 0
+    return 4 if whole else 1
+
+
+def latent_variant(kind: ScalarType, side: int) -> Variant:
+    """What is compiled: blocks that take row blocks side by side are a cluster."""
     return Variant(
         "mla_decode_sm90.cu",
-        f"mla_decode_sm90_{kind.name}",
+        f"mla_decode_sm90_{kind.name}_m{side * _ROWS}",
         "sm_90a",
         (
             ("COMPUTE_TYPE", kind.code),
@@ -93,6 +98,7 @@ def latent_variant(kind: ScalarType) -> Variant:
             ("KEY_TILE", _KEYS),
             ("LATENT_NBYTES", LATENT_PARAMS.nbytes),
             ("LATENT_ROWS", _ROWS),
+            ("LATENT_SIDE", side),
             ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
             ("SMEM_NBYTES", _SMEM_BYTES),
         ),
@@ -136,7 +142,7 @@ def make_latent_plan(
     """The launches of a problem that is not refused; fewer spans fit a small workspace."""
     side = _side(problem)
     pieces = 1 if problem.batch_invariant else problem.num_splits
-    most = max(1, min(info.num_sms, COUNTERS) // side)
+    most = max(1, min(info.num_sms, _MOST_SPANS) // side)
     slot_bytes = 2 * side * _ROWS * (problem.head_dim_v + 2) * 4
     spans = min(most, workspace_limit // (slot_bytes + 4 * side))
     if spans < 2:
@@ -147,7 +153,7 @@ def make_latent_plan(
     nbytes = counters_at + (-(-spans * side // 4) * 16 if rows else 0)
     return LatentPlan(
         attend=Plan(
-            latent_variant(problem.q_type),
+            latent_variant(problem.q_type, side),
             (spans * side, 1, 1),
             (_THREADS, 1, 1),
             _SMEM_BYTES,
@@ -161,6 +167,7 @@ def make_latent_plan(
         counters_at=counters_at,
         numbers={
             "spans": spans,
+            "counters": spans * side,
             "tile_shift": _TILE_SHIFT,
             "row_block": side * _ROWS,
             "units": problem.num_heads_kv,
@@ -179,7 +186,8 @@ def latent_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
     """
     if latent_refusal(replace(problem, max_seqlen_q=1), info):
         return []
-    tokens = {1, problem.max_seqlen_q}
+    tokens = (problem.max_seqlen_q, max(1, _ROWS // problem.group_size), 1)
     found = [make_latent_plan(replace(problem, max_seqlen_q=n), info) for n in tokens]
     nbytes = max(plan.attend.workspace_bytes for plan in found)
-    return [replace(found[0].attend, workspace_bytes=nbytes)]
+    plans = {plan.attend.variant: plan.attend for plan in reversed(found)}
+    return [replace(plan, workspace_bytes=nbytes) for plan in plans.values()]

@@ -10,7 +10,7 @@ from .attention_launch import usable_bytes
 from .call import Call
 from .device import Device, DeviceInfo, device_for
 from .latent_params import LATENT_PARAMS
-from .latent_plan import LatentPlan, box_keys, latent_refusal, make_latent_plan
+from .latent_plan import LatentPlan, box_keys, box_panels, latent_refusal, make_latent_plan
 from .launch import launch, stream_handle
 from .layout import Layout
 from .mla_plan import MlaPlan, make_mla_plan
@@ -23,6 +23,7 @@ __all__ = ["attend_latent"]
 _WIDE = 16
 _TILING = Tiling(0, 0, 0, 0)
 _UINT16 = 1  # CUtensorMapDataType
+_PANEL = 64  # elements
 _SWIZZLE_128B, _PROMOTE_128B, _ZERO_FILL = 3, 2, 0
 
 
@@ -107,21 +108,27 @@ def _pack(call: Call, device: Device, side: int = 0) -> bytes:
     outside = 1 if page is None else k.shape[0]
     inverse = -(-(1 << 32) // (page or 1)) % (1 << 32)
     return LATENT_PARAMS.pack(
-        start, token, head, vectorised, box_keys(page), outside, side, inverse
+        *(start, token, head, vectorised),
+        *(box_keys(page), box_panels(call.problem), outside, side, inverse),
     )
 
 
-def _key_map(call: Call, device: Device, array: Any) -> bytes:
-    """Of keys: (element, slot, head, block); a box is 128 bytes of the keys of a block."""
+def _key_map(call: Call, device: Device, array: Any, panels: int) -> bytes:
+    """Of keys: (element, slot, panel, head, block); a box is 128 bytes of the keys of a block.
+
+    Or several panels of 128 bytes, one after the other; else the map has one, of all elements.
+    """
     shape, strides = array.shape, array.strides
     if len(shape) == 3:
         shape, strides = (1, *shape), (_WIDE, *strides)
     blocks, slots, heads, dim = shape
     # Any stride that the driver takes, where a dimension has one element.
     steps = [_WIDE if n == 1 else int(s) for n, s in zip(shape, strides, strict=True)]
+    inner, across = (_PANEL, dim // _PANEL) if panels > 1 else (dim, 1)
     return device.encode_tensor_map(
-        array, _UINT16, device.pointer(array), (dim, slots, heads, blocks),
-        (steps[1], steps[2], steps[0]), (64, box_keys(call.problem.page_size), 1, 1),
+        array, _UINT16, device.pointer(array), (inner, slots, across, heads, blocks),
+        (steps[1], 2 * _PANEL, steps[2], steps[0]),
+        (_PANEL, box_keys(call.problem.page_size), panels, 1, 1),
         _SWIZZLE_128B, _PROMOTE_128B, _ZERO_FILL,
     )  # fmt: skip
 
@@ -163,8 +170,12 @@ def _queue_hopper(
         partials = start, start + plan.state_at
         arrivals = start + plan.counters_at if counters is None else device.pointer(counters)
         if counters is None:
-            clear = plan.pack(partials, arrivals, clear=True)
-            launch(device, plan.schedule, KernelArgs((packed, clear), used), stream)
+            clear = KernelArgs((packed, plan.pack(partials, arrivals)), used)
+            launch(device, plan.schedule, clear, stream)
     values = packed, plan.pack(partials, arrivals), _pack(call, device, plan.side)
-    maps = (_key_map(call, device, array) for array in (call.arrays.k, call.arrays.v))
+    panels = box_panels(call.problem)
+    maps = (
+        _key_map(call, device, call.arrays.k, 1),
+        _key_map(call, device, call.arrays.v, panels),
+    )
     launch(device, plan.attend, KernelArgs((*values, *maps), used), stream)

@@ -97,7 +97,7 @@ def mla_variants(arch: str) -> Iterator[Variant]:
         for tile in _tiles(arch):
             yield tile.variant(kind, arch)
         if arch == _HOPPER_ARCH:
-            yield latent_variant(kind)
+            yield from (latent_variant(kind, side) for side in (1, 2))
 
 
 @lru_cache(maxsize=1024)

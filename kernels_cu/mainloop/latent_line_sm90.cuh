@@ -1,6 +1,6 @@
-// The pieces of a block of latent attention, one after the other; see block/spans.cuh. A segment has
-// up to `side` row blocks, one for each of as many blocks, which take the same span at the same time
-// and so read its keys from memory once.
+// The pieces of a block of latent attention, one after the other; see block/spans.cuh. A segment
+// has up to `side` row blocks, one for each of as many blocks, which take the same span at the same
+// time and so read its keys from memory once.
 #pragma once
 
 #include "block/softmax.cuh"
@@ -18,7 +18,8 @@ struct LatentLine {
             spans.cut()};
   }
 
-  // By one thread: the next piece that has rows for this block.
+  // By one thread: the next piece. Blocks side by side take the same ones, also where one has no
+  // rows.
   __device__ __forceinline__ void next(LatentCursor &cursor, LatentPiece &piece) const {
     piece.spans = 0;
     while (cursor.at < cursor.end && !piece.spans) {
@@ -41,20 +42,22 @@ struct LatentLine {
     const int first = cursor.start + segment * w.tiles, last = first + w.tiles;
     const int begin = cursor.at, end = min(last, cursor.end);
     cursor.at = end;
+    const int rows = w.request.q_len * p.group;
+    const int row_begin = (segment - kv_head * w.row_blocks) * d.row_block;
+    const int row_end = min(rows, row_begin + d.row_block);
     Segment &s = piece.segment;
     s.request = w.request;
     s.kv_head = kv_head;
-    s.row_begin = (segment - kv_head * w.row_blocks) * d.row_block + lane * kLatentRows;
-    s.row_end = min(w.request.q_len * p.group, s.row_begin + kLatentRows);
-    if (s.row_begin >= s.row_end) return;
-    const KeyRange keys = block_keys(p, w.request, s.row_begin, s.row_end);
+    s.row_begin = row_begin + lane * kLatentRows;
+    s.row_end = max(s.row_begin, min(rows, s.row_begin + kLatentRows));
+    const KeyRange keys = block_keys(p, w.request, row_begin, row_end);
     s.kv_begin = max(keys.begin, (w.first_tile + begin - first) * kLatentKeys);
     s.kv_end = min(keys.end, (w.first_tile + end - first) * kLatentKeys);
     const int shift = w.request.kv_len - w.request.q_len;
-    s.free_begin = p.window_left < 0 ? 0 : (s.row_end - 1) / p.group + shift - p.window_left;
+    s.free_begin = p.window_left < 0 ? 0 : (row_end - 1) / p.group + shift - p.window_left;
     s.free_end = p.window_right < 0
                      ? s.kv_end
-                     : min(s.kv_end, s.row_begin / p.group + shift + p.window_right + 1);
+                     : min(s.kv_end, row_begin / p.group + shift + p.window_right + 1);
     const float scale = score_scale(p, w.request.index, kv_head);
     s.scale = fabsf(scale);
     s.negate = scale < 0.f;

@@ -1,9 +1,9 @@
 // Latent attention of one piece on wgmma: 64 rows, key tiles of 64 by TMA in a ring of 3 stages.
 //
-// One warpgroup holds the queries in registers and makes the weights; two hold half of the 512 output
-// columns each and add up the values. What takes longest is the way from scores to weights and on to
-// the next scores, so the warpgroup on it does nothing else: the others load panels again as soon as
-// they have been read. The ring goes on from piece to piece.
+// One warpgroup holds the queries in registers and makes the weights; two hold half of the 512
+// output columns each and add up the values. What takes longest is the way from scores to weights
+// and on to the next scores, so the warpgroup on it does nothing else: the others load panels again
+// as soon as they have been read. The ring goes on from piece to piece.
 #pragma once
 
 #include "block/epilogue.cuh"
@@ -27,8 +27,8 @@ struct LatentScores {
   __device__ __forceinline__ explicit LatentScores(const LatentLoader &load)
       : load(load), p(load.p), tiles(load.tiles) {}
 
-  // The rows of a piece to a stage, and on to registers; what these do not hold goes to tiles of its
-  // own. Barriers of this warpgroup inside.
+  // The rows of a piece to a stage, and on to registers; what these do not hold goes to tiles of
+  // its own. Barriers of this warpgroup inside.
   __device__ __forceinline__ void hold_queries(const Segment &s, int stage) {
     char *const tile = tiles.stage(stage);
     const bool wide = load.l.vectorised && p.q_vectorised;
@@ -47,7 +47,8 @@ struct LatentScores {
       chunk.x ^= flip, chunk.y ^= flip, chunk.z ^= flip, chunk.w ^= flip;
       *reinterpret_cast<uint4 *>(tiles.base + LatentTiles::kRopeAt + i * 16) = chunk;
     }
-    // Rows of 32 bytes with the swizzle of that size: every other four rows have their halves swapped.
+    // Rows of 32 bytes with the swizzle of that size: every other four rows have their halves
+    // swapped.
     const int step_row = thread / 2, half = thread % 2;
     uint4 chunk = *reinterpret_cast<const uint4 *>(
         tile + latent_chunk_at(step_row, kHeldSteps * 2 + half));
@@ -68,26 +69,33 @@ struct LatentScores {
 
   // 16 rows a warp; zero where there is none.
   __device__ __forceinline__ void copy_queries(const Segment &s, u32 tile) const {
-    const int rows = s.row_end - s.row_begin, thread = fresh(threadIdx.x);
-    const int warp = thread / 32, lane = thread % 32;
+    const int thread = fresh(threadIdx.x), lane = thread % 32, first = thread / 32 * 16;
+    const int rows = s.row_end - s.row_begin, begin = s.row_begin + min(first, rows - 1);
+    const int in_request = begin / p.group;
+    int in_group = begin - in_request * p.group;
+    const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
+    const int head = s.kv_head * p.group + in_group;
+    const char *latent = load.l.q_v + token * load.l.token_stride + head * load.l.head_stride;
+    const char *rope = p.q + token * p.q_token_stride + head * p.q_head_stride;
 #pragma unroll 1
-    for (int row = warp * 16; row < warp * 16 + 16; ++row) {
-      const int in_request = (s.row_begin + min(row, rows - 1)) / p.group;
-      const int head = s.kv_head * p.group + s.row_begin + min(row, rows - 1) - in_request * p.group;
-      const i64 token = static_cast<i64>(s.request.q_begin) + in_request;
-      const char *const latent =
-          load.l.q_v + token * load.l.token_stride + head * load.l.head_stride;
+    for (int row = first; row < first + 16; ++row) {
 #pragma unroll
       for (int chunk = lane; chunk < kLatentChunks; chunk += 32) {
         const bool there = row < rows && chunk * 8 < p.head_dim_v;
-        cp_async16(tile + latent_chunk_at(row, chunk), there ? latent + chunk * 16 : latent,
+        cp_async16(tile + latent_chunk_at(row, chunk), there ? latent + chunk * 16 : load.l.q_v,
                    there ? 16 : 0);
       }
       if (lane < kRowChunks - kLatentChunks) {
-        const char *const rope = p.q + token * p.q_token_stride + head * p.q_head_stride;
         const bool there = row < rows && lane * 8 < p.head_dim;
-        cp_async16(tile + latent_chunk_at(row, kLatentChunks + lane), there ? rope + lane * 16 : rope,
-                   there ? 16 : 0);
+        cp_async16(tile + latent_chunk_at(row, kLatentChunks + lane),
+                   there ? rope + lane * 16 : p.q, there ? 16 : 0);
+      }
+      latent += load.l.head_stride;
+      rope += p.q_head_stride;
+      if (++in_group == p.group) {
+        in_group = 0;
+        latent += load.l.token_stride - p.group * load.l.head_stride;
+        rope += p.q_token_stride - p.group * p.q_head_stride;
       }
     }
     cp_async_commit();
@@ -137,7 +145,7 @@ struct LatentScores {
   }
 
   // Scores become weights, in the rope panel of their stage.
-  __device__ __forceinline__ void fold(float scores_scale, int stage, float (&x)[32]) {
+  __device__ __forceinline__ void fold(float scores_scale, int tile, int stage, float (&x)[32]) {
     const float scale = fmaxf(scores_scale * kLog2e, 1e-30f);  // never 0, as it meets -inf
     float factor[2];
 #pragma unroll
@@ -145,8 +153,8 @@ struct LatentScores {
       float top = -infinity();
 #pragma unroll
       for (int n = 0; n < 8; ++n) top = fmaxf(top, fmaxf(x[4 * n + 2 * h], x[4 * n + 2 * h + 1]));
-      // The shift follows the largest score only where weights would outgrow 2^8: the sums before it
-      // are rarely rescaled. An unchanged shift must give a factor of exactly 1.
+      // The shift follows the largest score only where weights would outgrow 2^8: the sums before
+      // it are rarely rescaled. An unchanged shift must give a factor of exactly 1.
       const float largest = __fmul_rn(quad_max(top), scale);
       const float grown = largest > shift[h] + kSlack ? largest : shift[h];
       const float from = grown == -infinity() ? 0.f : grown;
@@ -176,7 +184,7 @@ struct LatentScores {
       stmatrix4(to + ((2 * k + lane / 16) ^ (row & 7)) * 16, word);
     }
     if (lane % 4 == 0) {
-      float *const to = tiles.rest().factor[stage] + thread / 32 * 16 + lane / 4;
+      float *const to = tiles.rest().factor[tile & 1] + thread / 32 * 16 + lane / 4;
       to[0] = factor[0], to[8] = factor[1];
     }
   }
@@ -188,6 +196,12 @@ struct LatentScores {
     bool more = tile < end_tile_of(s);
 #pragma unroll 1
     while (more) {
+      if (tile >= first_tile_of(s) + 2) {
+        // The tile before the last, whose factors the next ones replace, has been rescaled.
+        LatentPlace next = at;
+        next.next();
+        mbarrier_wait(shared_address(&r.done[next.stage]), next.parity ^ 1);
+      }
       mbarrier_wait(shared_address(&r.full[at.stage]), at.parity);
       float x[32];
       score(at.stage, x);
@@ -196,7 +210,7 @@ struct LatentScores {
       if (column < s.free_begin || column + kLatentKeys > s.free_end || column < s.kv_begin) {
         mask(s, column, x);
       }
-      fold(s.scale, at.stage, x);
+      fold(s.scale, tile, at.stage, x);
       fence_async_proxy();
       mbarrier_arrive(shared_address(&r.weights[at.stage]));
       ++tile;
@@ -207,21 +221,19 @@ struct LatentScores {
   }
 
   // After the last tile has been used: what its place is to the others.
-  __device__ __forceinline__ void conclude(const Segment &s) const {
+  __device__ __forceinline__ void conclude() const {
     LatentTiles::Results &r = tiles.rest().results;
-    const float v_scale = value_scale(p, s.request.index, s.kv_head);
     const int thread = fresh(threadIdx.x);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float total = quad_sum(sum[h]);
       if (thread % 4 == 0) {
         const int row = thread / 32 * 16 + thread % 32 / 4 + h * 8;
-        r.norm[row] = total == 0.f ? 0.f : v_scale / total;
         r.top[row] = shift[h];
         r.sum[row] = total;
       }
     }
-    named_barrier_arrive(kPieceDone, 384);
+    named_barrier_sync(kPieceDone, 384);
   }
 };
 
@@ -233,14 +245,19 @@ struct LatentValues {
   const AttentionParams &p;
   const LatentTiles &tiles;
   const int half;
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   float acc[kColumns / 2];
 
   __device__ __forceinline__ LatentValues(const LatentLoader &load, int half)
       : load(load), p(load.p), tiles(load.tiles), half(half) {}
 
-  __device__ __forceinline__ void rescale(int stage) {
-    const float *factor = tiles.rest().factor[stage] + warp * 16 + lane / 4;
+  // Of this thread; the other one is 8 below.
+  __device__ __forceinline__ static int first_row() {
+    const int thread = fresh(threadIdx.x);
+    return thread / 32 % 4 * 16 + thread % 32 / 4;
+  }
+
+  __device__ __forceinline__ void rescale(int tile) {
+    const float *factor = tiles.rest().factor[tile & 1] + first_row();
     const float low = factor[0], high = factor[8];
     if (!__any_sync(0xffffffffu, low != 1.f || high != 1.f)) return;
 #pragma unroll
@@ -265,8 +282,9 @@ struct LatentValues {
     named_barrier_sync(2 + half, 128);
   }
 
-  // Values wait for the scores of the next tile, so that the tensor cores have work while these become
-  // weights, and none of it while they do not. `next` is its place, `more` whether there is one.
+  // Values wait for the scores of the next tile, so that the tensor cores have work while these
+  // become weights, and none of it while they do not. `next` is its place, `more` whether there is
+  // one.
   __device__ __forceinline__ void accumulate(int stage, const LatentPlace &next, bool more) {
     const u64 weights =
         matrix_descriptor(uniform_lane(tiles.panel(stage, kLatentPanels)), 16, 1024);
@@ -298,29 +316,35 @@ struct LatentValues {
     const int end = end_tile_of(s);
 #pragma unroll 1
     for (int tile = first_tile_of(s); tile < end; ++tile) {
-      const int page = tile + kLatentStages < end ? load.page_of(s, tile + kLatentStages) : 0;
+      const int page = load.page_of(s, tile + kLatentStages);
       mbarrier_wait(shared_address(&r.full[at.stage]), at.parity);
       mbarrier_wait(shared_address(&r.weights[at.stage]), at.parity);
-      rescale(at.stage);
+      rescale(tile);
       clear_outside(s, tile, at.stage);
       LatentPlace next = at;
       next.next();
       accumulate(at.stage, next, tile + 1 < end);
       mbarrier_arrive(shared_address(&r.done[at.stage]));
-      if (tile + kLatentStages < end) load_again(s, tile + kLatentStages, at, page);
+      if (tile + kLatentStages < end) load_again(s, tile + kLatentStages, at.stage, page);
       at = next;
     }
   }
 
-  // The columns are loaded again by their own warpgroup, the rope part when both have used the weights.
-  __device__ __forceinline__ void load_again(const Segment &s, int tile, const LatentPlace &at,
+  // The last to be done with a stage, of both halves and all blocks that share keys, loads it
+  // again.
+  __device__ __forceinline__ void load_again(const Segment &s, int tile, int stage,
                                              int page) const {
     named_barrier_sync(2 + half, 128);  // no warp reads the columns any more
-    if (warp == 0) {
-      load.load_share(s, tile, at.stage, page, half);
-    } else if (warp == 1 && half == 1) {
-      mbarrier_wait(shared_address(&tiles.rest().done[at.stage]), at.parity);
-      load.load_share(s, tile, at.stage, page, 2);
+    const int thread = fresh(threadIdx.x) % 128;
+    if (thread >= 32) return;
+    u32 last = 0;
+    if (thread == 0) {
+      if (half == 0) load.expect(stage);
+      const u32 counter = cluster_address(shared_address(&tiles.rest().released[stage]), 0);
+      last = cluster_count(counter, 2 * V::kSide - 1) == 2 * V::kSide - 1;
     }
+    if (!__shfl_sync(0xffffffffu, last, 0)) return;
+    __syncwarp();  // other lanes load as well
+    load.load(s, tile, stage, page, V::kSide == 1 ? 0 : (1 << V::kSide) - 1);
   }
 };

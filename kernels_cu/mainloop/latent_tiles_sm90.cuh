@@ -5,7 +5,7 @@
 // place: they need no memory, nor a barrier, of their own.
 #pragma once
 
-#include "arch/tma_sm90.cuh"
+#include "arch/cluster_sm90.cuh"
 #include "arch/wgmma_sm90.cuh"
 #include "block/spans.cuh"
 #include "mainloop/latent_rows.cuh"
@@ -14,6 +14,8 @@ constexpr int kLatentRows = 64, kLatentKeys = 64, kLatentStages = 3;
 constexpr int kPanelBytes = kLatentKeys * 128, kLatentPanels = 8, kHalfPanels = kLatentPanels / 2;
 constexpr int kLatentStageBytes = (kLatentPanels + 1) * kPanelBytes;
 constexpr int kLatentSteps = kRowDim / 16, kHeldSteps = kLatentDim / 16 - 1;
+
+constexpr u64 kEvictNormal = 0x1000000000000000ull;  // a cache policy
 
 // Named barriers, besides those of halves of the columns: 2 and 3.
 constexpr int kPieceDone = 1, kPieceReady = 4, kScoresOnly = 5, kValuesOnly = 6;
@@ -33,7 +35,7 @@ struct LatentCursor {
 
 struct LatentTiles {
   struct Results {
-    float norm[kLatentRows], top[kLatentRows], sum[kLatentRows];
+    float top[kLatentRows], sum[kLatentRows];
   };
   struct Rest {
     u64 full[kLatentStages];     // all of a tile has landed
@@ -41,18 +43,19 @@ struct LatentTiles {
     u64 weights[kLatentStages];  // its weights are there
     u64 done[kLatentStages];     // its weights and values have been used
     union {
-      float factor[kLatentStages][kLatentRows];  // of the sums before this tile
-      Results results;                           // after the last one
-      int turn;                                  // after those
+      float factor[2][kLatentRows];  // of the sums before a tile, by its parity
+      Results results;               // after the last one
+      int turn;                      // after those
     };
     LatentPiece piece[2];
+    int newest;  // of them
     LatentCursor cursor;
+    u32 released[kLatentStages];  // halves of columns that are done, of all blocks; in the first
   };
   // Of the queries, what registers do not hold: the rope part, and a step of the latent.
   static constexpr int kRopeAt = kLatentStages * kLatentStageBytes;
   static constexpr int kStepAt = kRopeAt + kPanelBytes;
   static constexpr int kRestAt = kStepAt + kLatentRows * 32;
-  static constexpr u32 kPieceBytes = sizeof(LatentPiece), kPieceAt = 12 * 8 + 3 * 64 * 4;
   static constexpr int kBytes = kRestAt + static_cast<int>(sizeof(Rest));
 
   char *base;
@@ -61,11 +64,9 @@ struct LatentTiles {
   __device__ __forceinline__ explicit LatentTiles(char *smem)
       : base(smem), address(shared_address(smem)) {}
 
-  // One of the two pieces: 0 or kPieceBytes.
-  __device__ __forceinline__ LatentPiece &piece(u32 offset) const {
-    return *reinterpret_cast<LatentPiece *>(base + kRestAt + kPieceAt + offset);
+  __device__ __forceinline__ Rest &rest() const {
+    return *reinterpret_cast<Rest *>(base + kRestAt);
   }
-  __device__ __forceinline__ Rest &rest() const { return *reinterpret_cast<Rest *>(base + kRestAt); }
   __device__ __forceinline__ u32 panel(int stage, int i) const {
     return address + stage * kLatentStageBytes + i * kPanelBytes;
   }
@@ -75,10 +76,11 @@ struct LatentTiles {
   __device__ __forceinline__ void init() const {
     Rest &r = rest();
     for (int i = 0; i < kLatentStages; ++i) {
-      mbarrier_init(shared_address(&r.full[i]), 3);  // the shares of a tile
+      mbarrier_init(shared_address(&r.full[i]), 1);
       mbarrier_init(shared_address(&r.scored[i]), 128);
       mbarrier_init(shared_address(&r.weights[i]), 128);
       mbarrier_init(shared_address(&r.done[i]), 256);
+      r.released[i] = 0;
     }
     mbarrier_init_fence();
   }
@@ -104,52 +106,55 @@ struct LatentLoader {
   const LatentTiles &tiles;
   const TensorMap *rope_map, *latent_map;
 
-  // The block of the cache that a lane loads keys of: a box has the keys of one, lane i takes the i-th
-  // of a tile. Boxes that no row of the segment sees are zero, and so is what it does not read.
+  // The block of the cache that a lane loads keys of: a box has the keys of one, lane i takes the
+  // i-th of a tile. Asked for long before it is used, so nothing may depend on it here.
   __device__ __forceinline__ int page_of(const Segment &s, int tile) const {
-    if (!p.block_table) return 0;
-    const int at = static_cast<int>(threadIdx.x % 32) * l.box_keys, key = tile * kLatentKeys + at;
-    if (at >= kLatentKeys || key >= s.kv_end || key + l.box_keys <= s.kv_begin) {
-      return l.outside_page;
+    int page = 0;
+    if (p.block_table) {
+      const int at = tile * kLatentKeys + static_cast<int>(threadIdx.x % 32) * l.box_keys;
+      const int key = max(s.kv_begin, min(at, s.kv_end - 1));
+      const char *const row = p.block_table + s.request.index * p.table_row_stride;
+      page = reinterpret_cast<const i32 *>(row)[__umulhi(key, l.page_inverse)];
     }
-    const char *const row = p.block_table + s.request.index * p.table_row_stride;
-    return reinterpret_cast<const i32 *>(row)[__umulhi(key, l.page_inverse)];
+    return page;
   }
 
-  // By one warp: panels [first, first + count) of a tile to a stage.
-  __device__ __forceinline__ void load(const Segment &s, int tile, int stage, int page, int first,
-                                       int count, const TensorMap *map) const {
-    const u32 full = shared_address(&tiles.rest().full[stage]);
-    if (threadIdx.x % 32 == 0) {
-      mbarrier_arrive_expect(full, static_cast<u32>(count * kPanelBytes));
-    }
-    __syncwarp();
+  // By one thread: a tile will land in a stage.
+  __device__ __forceinline__ void expect(int stage) const {
+    mbarrier_arrive_expect(shared_address(&tiles.rest().full[stage]), kLatentStageBytes);
+  }
+
+  // By one warp: a tile to a stage of each block whose bit is set. Boxes that no row of the segment
+  // sees are zero.
+  __device__ __forceinline__ void load(const Segment &s, int tile, int stage, int page,
+                                       u16 blocks) const {
     const int at = static_cast<int>(threadIdx.x % 32) * l.box_keys, key = tile * kLatentKeys + at;
     if (at >= kLatentKeys) return;
-    const int slot = p.block_table
-                         ? key - static_cast<int>(__umulhi(key, l.page_inverse)) * p.page_size
-                         : s.request.kv_begin + key;
-#pragma unroll 1
-    for (int i = first; i < first + count; ++i) {
-      tma_load4(tiles.panel(stage, i) + at * 128, map, i % kLatentPanels * 64, slot, s.kv_head, page,
-                full);
+    int slot = s.request.kv_begin + key;
+    if (p.block_table) {
+      slot = key - static_cast<int>(__umulhi(key, l.page_inverse)) * p.page_size;
+      if (key >= s.kv_end || key + l.box_keys <= s.kv_begin) page = l.outside_page;
     }
+    // Panels are a dimension of the map where a box has several.
+    const bool whole = l.box_panels > 1;
+    const u32 full = shared_address(&tiles.rest().full[stage]);
+#pragma unroll 1
+    for (int i = 0; i < kLatentPanels; i += l.box_panels) {
+      put(tiles.panel(stage, i) + at * 128, latent_map,
+          {whole ? 0 : i * 64, slot, whole ? i : 0, s.kv_head, page}, full, blocks);
+    }
+    put(tiles.panel(stage, kLatentPanels) + at * 128, rope_map, {0, slot, 0, s.kv_head, page}, full,
+        blocks);
   }
 
-  // Shares 0 and 1 of a tile are the halves of the latent, 2 is the rope part.
-  __device__ __forceinline__ void load_share(const Segment &s, int tile, int stage, int page,
-                                             int share) const {
-    if (share == 2) {
-      load(s, tile, stage, page, kLatentPanels, 1, rope_map);
+ private:
+  __device__ __forceinline__ void put(u32 to, const TensorMap *map, const i32 (&at)[5], u32 full,
+                                      u16 blocks) const {
+    if (blocks) {
+      tma_load5_to(to, map, at, full, blocks, kEvictNormal);
     } else {
-      load(s, tile, stage, page, share * kHalfPanels, kHalfPanels, latent_map);
+      tma_load5(to, map, at, full, kEvictFirst);
     }
-  }
-
-  __device__ __forceinline__ void load_all(const Segment &s, int tile, int stage) const {
-    const int page = page_of(s, tile);
-#pragma unroll 1
-    for (int share = 0; share < 3; ++share) load_share(s, tile, stage, page, share);
   }
 };
 

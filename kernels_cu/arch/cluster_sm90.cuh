@@ -1,0 +1,39 @@
+// Instructions between the blocks of a cluster, for compute capability 9.0, one a function.
+#pragma once
+
+#include "arch/tma_sm90.cuh"
+
+// All threads of all blocks. What they wrote before is visible after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
+// The same place in the shared memory of another block.
+__device__ __forceinline__ u32 cluster_address(u32 own, u32 rank) {
+  u32 other;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(other) : "r"(own), "r"(rank));
+  return other;
+}
+
+// Counts up to `last`, then from 0; orders what blocks of the cluster did before and see
+// afterwards.
+__device__ __forceinline__ u32 cluster_count(u32 counter, u32 last) {
+  u32 before;
+  asm volatile("atom.acq_rel.cluster.shared::cluster.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(counter), "r"(last)
+               : "memory");
+  return before;
+}
+
+// To the same place in each block whose bit is set, and to the barrier at the same place there.
+__device__ __forceinline__ void tma_load5_to(u32 to, const TensorMap *map, const i32 (&at)[5],
+                                             u32 barrier, u16 blocks, u64 policy) {
+  asm volatile("cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+               ".multicast::cluster.L2::cache_hint [%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8, %9;"
+               ::"r"(to),
+               "l"(map), "r"(barrier), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4]),
+               "h"(blocks), "l"(policy)
+               : "memory");
+}
