@@ -55,7 +55,11 @@ Kernel = Any
 
 
 class Device(Protocol):
-    """Where kernels run. Thread-safe."""
+    """Where kernels run. Thread-safe.
+
+    One that also has ``ready``, with the parameters of ``launch``, returns a launch from it as
+    something to call: it queues the launch, any number of times, and returns a ``CUresult``.
+    """
 
     kernels: dict[Variant, Kernel]
     """What is loaded; ``compile.load_kernel`` looks here first."""
