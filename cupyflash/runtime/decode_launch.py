@@ -60,8 +60,7 @@ class Placement:
             table_bytes = (rows - 1) * stride + columns * 4
         ahead = table_bytes if table_bytes <= _LARGEST_PREFETCH else 0
         self.tails = tuple(
-            DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide, plan.near, *plan.times)
-            for wide in (0, 1)
+            DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide, *plan.times) for wide in (0, 1)
         )
         self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}
 

@@ -36,11 +36,12 @@ _SCHEDULE_THREADS = 1024
 _LARGEST_WORKSPACE = 1 << 28
 _RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 _IN_FLIGHT = 192 << 10  # bytes a multiprocessor asks for ahead
-_FEW_SEGMENTS = 4  # up to which one block a multiprocessor leaves fewer pieces to merge
+# Up to which one block of 8 warps on a multiprocessor, with fewer pieces to merge, is better than
+# two of 4; and the same for pieces of many rows.
+_FEW_SEGMENTS, _FEW_OF_MANY_ROWS, _MANY_ROWS = 4, 64, 8
 _ALIGN_BYTES = 1_600_000_000  # of keys and values; past it spans of equal length win
 _CONTIGUOUS = 256  # bytes of neighbouring heads that are worth reading together
 _MOST_TILES = 1 << 31
-_NEAR = 4
 _CHUNKS = 16  # of a request's keys, with batch_invariant=True
 _LINE = 256  # bytes
 _ANY_ROWS = (1 << 31) - 1
@@ -66,8 +67,6 @@ class DecodePlan:
         of arrivals if there are no others.
     numbers : tuple of int
         The fields of ``DecodeParams`` after its pointers, up to the block table's.
-    near : int
-        Tiles ahead of those on their way that a warp brings into the L2.
     times : tuple of float
         The last fields of ``DecodeParams``.
     box_rows, k_panels, v_panels : int
@@ -85,7 +84,6 @@ class DecodePlan:
     table_at: int
     counters_at: int
     numbers: tuple[int, ...]
-    near: int
     times: tuple[float, float, float]
     box_rows: int
     k_panels: int
@@ -179,9 +177,11 @@ def make_decode_plan(
     unit, mixed = _side_by_side(problem, info), most_rows < _ANY_ROWS
     invariant = problem.batch_invariant
     segments = problem.batch * problem.num_heads_kv // unit
-    alone = mixed or head_bucket(problem) > 128 or (segments <= _FEW_SEGMENTS and not invariant)
+    rows = _tokens(problem) * problem.group_size
+    few = segments <= (_FEW_SEGMENTS if rows * unit < _MANY_ROWS else _FEW_OF_MANY_ROWS)
+    alone = mixed or head_bucket(problem) > 128 or (few and not invariant)
     tile, blocks = _tile(problem, alone), 1 if alone else 2  # a multiprocessor
-    row_block = min(tile.rows, max(1, _tokens(problem) * problem.group_size))
+    row_block = min(tile.rows, max(1, rows))
     table = problem.batch > LARGEST_SCAN
     prefix_bytes = _round16((problem.batch + PREFIX_EXTRA) * 4) if table else 0
     slot_bytes = 2 * unit * row_block * (problem.head_dim_v + 2) * 4
@@ -226,25 +226,24 @@ def make_decode_plan(
         -(-(1 << 32) // problem.group_size) % (1 << 32),
     )
     slots = counters * _CHUNKS if invariant else 2 * spans if pieces != 1 else 0
-    rows = slots * unit * row_block
-    state_at = rows * problem.head_dim_v * 4
-    table_at = state_at + rows * 8
+    kept = slots * unit * row_block
+    state_at = kept * problem.head_dim_v * 4
+    table_at = state_at + kept * 8
     counters_at = table_at + prefix_bytes
-    nbytes = counters_at + (_round16(counters * 4) if rows else 0)
+    nbytes = counters_at + (_round16(counters * 4) if kept else 0)
     smem_bytes = stages * per_stage + rest
     threads = 32 * tile.warps
     attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, nbytes, True)
     return DecodePlan(
         attend=attend,
         schedule=schedule_plan(problem.batch),
-        splits=rows > 0,
+        splits=kept > 0,
         many=counters >= COUNTERS,
         has_table=table,
         state_at=state_at,
         table_at=table_at,
         counters_at=counters_at,
         numbers=numbers,
-        near=_NEAR if mixed else 0,
         times=beside_prefill(problem, tile_bytes) if mixed else ALONE,
         box_rows=box_rows,
         k_panels=k_panels,

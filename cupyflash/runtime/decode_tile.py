@@ -33,7 +33,6 @@ DECODE_PARAMS = ParamsLayout(
     ("group_inverse", "u32"),
     ("table_bytes", "i32"),
     ("out_wide", "i32"),
-    ("near", "i32"),
     *((name, "f32") for name in ("tile_time", "tile_floor", "pair_time")),
 )
 """The layout of ``core/decode_params.cuh``."""

@@ -56,13 +56,6 @@ __device__ __forceinline__ void tma_load5(u32 to, const TensorMap *map, const i3
                : "memory");
 }
 
-// The box into the L2 cache alone.
-__device__ __forceinline__ void tma_prefetch5(const TensorMap *map, const i32 (&at)[5]) {
-  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global [%0, {%1, %2, %3, %4, %5}];" ::"l"(map),
-               "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(at[4])
-               : "memory");
-}
-
 __device__ __forceinline__ void prefetch_tensor_map(const TensorMap *map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
@@ -140,6 +133,13 @@ __device__ __forceinline__ void tma_load4(u32 to, const TensorMap *map, i32 x, i
   asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
                " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
                "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+               : "memory");
+}
+
+// The box into the L2 cache alone.
+__device__ __forceinline__ void tma_prefetch3(const TensorMap *map, i32 x, i32 y, i32 z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
+               "r"(y), "r"(z)
                : "memory");
 }
 

@@ -18,15 +18,17 @@ struct RequestWork {
   int segments;  // chunks of row blocks of all units; 0: nothing to do here
 };
 
+// Where most calls have 1: a function of its own, out of their way.
+__device__ __noinline__ u32 over_rare(u32 n, u32 count) { return n / count; }
+
 // Chunks of equal length, of which a request has as many whatever the others are. Its tiles are
 // filled up with some that no row sees, so that warps take turns in all of them alike.
-__device__ __forceinline__ void cut_chunks(const DecodeParams &d, RequestWork &w) {
+// Returns tiles and chunks. A function of its own, as it is not on the way of other calls.
+__device__ __noinline__ int2 cut_chunks(int tiles, int most) {
   constexpr int kAlike = 8, kShortest = 16;
-  const int wanted = max(kShortest, (w.tiles + d.chunks - 1) / d.chunks);
-  const int tiles = (min(wanted, w.tiles) + kAlike - 1) / kAlike * kAlike;
-  w.chunks = (w.tiles + tiles - 1) / max(tiles, 1);
-  w.tiles = tiles;
-  w.segments *= w.chunks;
+  const int wanted = min(tiles, max(kShortest, (tiles + most - 1) / most));
+  const int each = (wanted + kAlike - 1) / kAlike * kAlike;
+  return {each, (tiles + each - 1) / each};
 }
 
 __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
@@ -45,7 +47,10 @@ __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
   w.row_blocks = !mine ? 0 : rows <= d.row_block ? 1 : (rows + d.row_block - 1) / d.row_block;
   w.segments = w.row_blocks * d.units;
   w.chunks = 1;
-  if (d.chunks && w.tiles) cut_chunks(d, w);
+  if (d.chunks && w.tiles) {
+    const int2 cut = cut_chunks(w.tiles, d.chunks);
+    w.tiles = cut.x, w.chunks = cut.y, w.segments *= cut.y;
+  }
   return w;
 }
 
@@ -217,8 +222,9 @@ class Spans {
     if (!(totals.pairs > 0.f)) return d.spans;
     const float all = static_cast<float>(d.spans), tiles = static_cast<float>(totals.tiles);
     const float others = totals.pairs * d.pair_time;
-    const float time = fmaxf(tiles * d.tile_floor, (others + tiles * d.tile_time) / all);
-    const int left = static_cast<int>(all - others / time + 0.5f);
+    const float share = __fdividef(others + tiles * d.tile_time, all);
+    const float time = fmaxf(tiles * d.tile_floor, share);
+    const int left = static_cast<int>(all - __fdividef(others, time) + 0.5f);
     return min(max(left, 1), d.spans);
   }
 

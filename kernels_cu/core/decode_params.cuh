@@ -29,7 +29,6 @@ struct DecodeParams {
   u32 group_inverse;   // 2^32 over the group size, rounded up; 0: the group is 1
   i32 table_bytes;     // of the block table, that are worth fetching ahead
   i32 out_wide;        // stores of four elements
-  i32 near;            // tiles from the one a warp asks for to the one it brings into the L2; 0: none
   // Nanoseconds of one multiprocessor; all 0 where the launch has the GPU for itself.
   float tile_time;   // for a tile
   float tile_floor;  // for a tile at the rate of the memory: of the whole GPU

@@ -26,10 +26,10 @@ struct Piece {
                                         const RequestWork &w, int line, int at, int span_end) {
     const int segment = (at - line) / w.tiles;
     request = w.request;
-    const int block = w.chunks == 1 ? segment : segment / w.chunks;
+    const int block = w.chunks == 1 ? segment : over_rare(segment, w.chunks);
     chunks = w.chunks;
     chunk = segment - block * chunks;
-    unit = w.row_blocks == 1 ? block : block / w.row_blocks;
+    unit = w.row_blocks == 1 ? block : over_rare(block, w.row_blocks);
     row_begin = (block - unit * w.row_blocks) * d.row_block;
     row_end = min(w.request.q_len * p.group, row_begin + d.row_block);
     first = line + segment * w.tiles;

@@ -71,8 +71,8 @@ struct DecodeLoop : DecodeProducts<V> {
     ahead.request = spans.find(tile);
     const RequestWork w = request_work(p, d, ahead.request);
     const u32 rest = tile - spans.prefix[ahead.request], segment = rest / w.tiles;
-    const u32 block = w.chunks == 1 ? segment : segment / w.chunks;
-    const u32 unit = w.row_blocks == 1 ? block : block / w.row_blocks;
+    const u32 block = w.chunks == 1 ? segment : over_rare(segment, w.chunks);
+    const u32 unit = w.row_blocks == 1 ? block : over_rare(block, w.row_blocks);
     ahead.head = (unit << d.unit_shift) + side_head;
     ahead.key = (w.first_tile + (rest - block * w.chunks * w.tiles)) * kKeys;
     const KeyRange seen = visible_keys(p, w.request, 0, w.request.q_len - 1);
@@ -148,22 +148,8 @@ struct DecodeLoop : DecodeProducts<V> {
       }
       if (lane == 0) load_box(to, full, box, head, from, first);
     }
-    if (d.near && lane == source + d.near) bring_near();
     next += step;
     ++asked;
-  }
-
-  // A block that shares the memory with few others is held up by its latency: what a multiprocessor
-  // may have on its way is bounded.
-  __device__ __forceinline__ void bring_near() const {
-    if (!d.whole_boxes) return;
-#pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i) {
-      if (!(ahead.boxes >> i & 1)) continue;
-      const i32 at[5] = {0, ahead.slot[i], 0, ahead.head, ahead.block[i]};
-      tma_prefetch5(k_map, at);
-      tma_prefetch5(v_map, at);
-    }
   }
 
   __device__ __forceinline__ void start() {
