@@ -260,24 +260,13 @@ def _on_cpu(call: Call, fa_version: int | None, stream: Any, totals: Any = None)
     if lse is None and problem.wants_lse:
         lse = np.empty((problem.num_heads_q, problem.total_q), np.float32)
     cpu.attention(
-        problem,
-        arrays.q,
-        arrays.k,
-        arrays.v,
-        cu_seqlens_q=arrays.cu_seqlens_q,
-        cu_seqlens_k=arrays.cu_seqlens_k,
-        seqused_k=arrays.seqused_k,
-        block_table=arrays.block_table,
-        q_v=arrays.q_v,
-        q_descale=descales[0],
-        k_descale=descales[1],
-        v_descale=descales[2],
-        s_aux=arrays.s_aux,
-        alibi_slopes=arrays.alibi_slopes,
-        out=out,
-        lse=lse,
-        total_lengths=totals,
-    )
+        problem, arrays.q, arrays.k, arrays.v,
+        cu_seqlens_q=arrays.cu_seqlens_q, cu_seqlens_k=arrays.cu_seqlens_k,
+        seqused_k=arrays.seqused_k, block_table=arrays.block_table, q_v=arrays.q_v,
+        q_descale=descales[0], k_descale=descales[1], v_descale=descales[2],
+        s_aux=arrays.s_aux, alibi_slopes=arrays.alibi_slopes,
+        out=out, lse=lse, total_lengths=totals,
+    )  # fmt: skip
     return out, lse
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
-from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -14,12 +12,8 @@ from stand_in import Array, StandIn, decode, forget, sent
 
 from cupyflash import flash_attn_varlen_func, merge_attn_states, reshape_and_cache_flash
 from cupyflash.runtime import attention_launch, call
-from cupyflash.runtime.cupy_device import CuPyDevice, LoadedKernel
 from cupyflash.runtime.device import use_device
 from cupyflash.runtime.merge_plan import MERGE_PARAMS
-from cupyflash.runtime.params import KernelArgs
-from cupyflash.runtime.plan import Plan
-from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.write_plan import WRITE_PARAMS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -280,67 +274,3 @@ def test_a_warm_call_enters_few_functions(device, batch):
     for _ in range(2):
         merge_attn_states(*merged)
     assert calls_of(lambda: merge_attn_states(*merged)) <= 18
-
-
-# The launch itself
-
-
-class LaunchConfig(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_uint) for name in ("gx", "gy", "gz", "bx", "by", "bz", "smem")),
-        ("stream", ctypes.c_void_p), ("attributes", ctypes.c_void_p), ("count", ctypes.c_uint),
-    )  # fmt: skip
-
-
-def cupy_device(launch):
-    device = object.__new__(CuPyDevice)
-    device.ordinal, device._alone, device._launch = 0, True, launch
-    device._current_stream = lambda: SimpleNamespace(ptr=0x7F0123456789)
-    device._context = SimpleNamespace(use=lambda: None)
-    device._runtime = SimpleNamespace(free=lambda pointer: None)
-    error = type("CUDADriverError", (RuntimeError,), {})
-    device._cp = SimpleNamespace(
-        cuda=SimpleNamespace(driver=SimpleNamespace(CUDADriverError=error))
-    )
-    return device
-
-
-PLAN = Plan(Variant("a.cu", "a", "sm_90", ()), (3, 2, 1), (128, 4, 1), 50000)
-
-
-@pytest.mark.parametrize("values", [(b"\0one",), (b"first", bytes(range(128)), b"\0" * 7)])
-@pytest.mark.parametrize("programmatic", [False, True])
-def test_what_the_driver_is_given(values, programmatic):
-    taken = []
-
-    def launch(config, function, pointers, extra):
-        found = LaunchConfig.from_buffer_copy(config)
-        places = ctypes.cast(pointers, ctypes.POINTER(ctypes.c_void_p))
-        taken.append([ctypes.string_at(places[i], len(value)) for i, value in enumerate(values)])
-        shape = found.gx, found.gy, found.gz, found.bx, found.by, found.bz, found.smem
-        assert shape == (3, 2, 1, 128, 4, 1, 50000)
-        assert found.stream == (9 if len(taken) > 1 else 0x7F0123456789)
-        assert function.value == 0x7FFF00001234
-        assert found.count == programmatic
-        attribute = (ctypes.c_int * 18).from_address(found.attributes)
-        assert list(attribute) == [6, 0, 1] + [0] * 15
-        assert extra is None
-        return 0
-
-    device = cupy_device(launch)
-    plan = Plan(PLAN.variant, PLAN.grid, PLAN.block, PLAN.smem_bytes, programmatic=programmatic)
-    kernel = LoadedKernel(SimpleNamespace(ptr=0x7FFF00001234))
-    device.launch(kernel, plan, KernelArgs(values), None)
-    device.launch(kernel, plan, KernelArgs(values), 9)
-    assert taken == [list(values)] * 2
-
-
-def test_a_thread_without_a_context_gets_one_and_other_errors_are_raised():
-    statuses = [201, 0, 201, 201, 700]
-    device = cupy_device(lambda *args: statuses.pop(0))
-    kernel, args = LoadedKernel(SimpleNamespace(ptr=1)), KernelArgs((b"x",))
-    device.launch(kernel, PLAN, args, 0)
-    for _ in range(2):
-        with pytest.raises(RuntimeError):
-            device.launch(kernel, PLAN, args, 0)
-    assert not statuses
