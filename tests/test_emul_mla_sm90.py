@@ -25,7 +25,7 @@ ANY_HEADS = cases(
     lengths=st.lists(
         st.tuples(
             st.sampled_from([1, 1, 1, 2, 4, 0, 9]),
-            st.one_of(st.integers(-5, 20), st.sampled_from([63, 64, 127, 190, 255, 400, 1500])),
+            st.one_of(st.integers(-5, 20), st.sampled_from([63, 64, 127, 190, 255, 400])),
         ),
         min_size=1,
         max_size=4,
@@ -43,7 +43,7 @@ ANY_HEADS = cases(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     case=ANY_HEADS,
     kind=st.sampled_from(["bf16", "fp16"]),
@@ -92,7 +92,7 @@ def test_version_3_is_chosen_by_itself_once_its_row_is_built():
 
 
 @pytest.mark.parametrize("tokens", [1, 64, 65, 128, 129, 192, 193, 400])
-@pytest.mark.parametrize("order", range(4))
+@pytest.mark.parametrize("order", range(2))
 def test_tiles_around_the_ring(tokens, order):
     """Fewer tiles than stages, as many, and more, in several orders of warps."""
     case = CASE.replace(lengths=((1, tokens - 1),), group_size=64, page_size=64)
@@ -100,11 +100,10 @@ def test_tiles_around_the_ring(tokens, order):
         case.make().check(flash_attn_varlen_func, num_splits=1)
 
 
-@pytest.mark.parametrize("num_sms", [4, 8, 20, 48])
-@pytest.mark.parametrize("order", range(3))
+@pytest.mark.parametrize(("num_sms", "order"), [(4, 0), (8, 1), (20, 2), (40, 3)])
 def test_pieces_of_one_request(num_sms, order):
     """Two, some, and so many that each of the last to arrive merges some of the rows."""
-    case = CASE.replace(lengths=((1, 3071),), group_size=96, page_size=64, sink=True)
+    case = CASE.replace(lengths=((1, 2559),), group_size=70, page_size=64, sink=True)
     with emulated("sm_90", seed=order, num_sms=num_sms) as device, hopper_latent():
         case.make().check(flash_attn_varlen_func)
         assert len(device.reports) == 1
