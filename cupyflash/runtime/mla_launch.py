@@ -15,16 +15,14 @@ from .launch import launch, stream_handle
 from .layout import Layout
 from .mla_plan import MlaPlan, make_mla_plan
 from .params import KernelArgs
-from .tensor_map import rows_refusal
+from .tensor_map import PROMOTE_128B, SWIZZLE_128B, UINT16, ZERO_FILL, rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["attend_latent"]
 
 _WIDE = 16
 _TILING = Tiling(0, 0, 0, 0)
-_UINT16 = 1  # CUtensorMapDataType
 _PANEL = 64  # elements
-_SWIZZLE_128B, _PROMOTE_128B, _ZERO_FILL = 3, 2, 0
 
 
 def attend_latent(call: Call, workspace: Any, stream: Any, hopper: bool = False) -> tuple[Any, Any]:
@@ -126,10 +124,10 @@ def _key_map(call: Call, device: Device, array: Any, panels: int) -> bytes:
     steps = [_WIDE if n == 1 else int(s) for n, s in zip(shape, strides, strict=True)]
     inner, across = (_PANEL, dim // _PANEL) if panels > 1 else (dim, 1)
     return device.encode_tensor_map(
-        array, _UINT16, device.pointer(array), (inner, slots, across, heads, blocks),
+        array, UINT16, device.pointer(array), (inner, slots, across, heads, blocks),
         (steps[1], 2 * _PANEL, steps[2], steps[0]),
         (_PANEL, box_keys(call.problem.page_size), panels, 1, 1),
-        _SWIZZLE_128B, _PROMOTE_128B, _ZERO_FILL,
+        SWIZZLE_128B, PROMOTE_128B, ZERO_FILL,
     )  # fmt: skip
 
 

@@ -16,13 +16,11 @@ from .params import KernelArgs
 from .problem import AttentionProblem
 from .shared_plan import SharedPlan
 from .shared_tile import SHARED_PARAMS
-from .tensor_map import rows_refusal
+from .tensor_map import NO_PROMOTION, SWIZZLE_128B, UINT16, ZERO_FILL, rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["Sharing", "attend_shared", "schedule_shared", "shared_layout_refusal"]
 
-_UINT16 = 1  # CUtensorMapDataType
-_SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL = 3, 0, 0
 _TILING = Tiling(0, 0, 0, 0)
 _OWN_BOX, _WIDTH = 16, 64  # keys of a box; elements of 128 bytes
 _WIDE = 16
@@ -102,8 +100,8 @@ class _Placement:
         if found is None:
             found = tuple(
                 device.encode_tensor_map(
-                    array, _UINT16, start, shape, strides, box,
-                    _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL,
+                    array, UINT16, start, shape, strides, box,
+                    SWIZZLE_128B, NO_PROMOTION, ZERO_FILL,
                 )
                 for array, start, (shape, strides, box) in zip(
                     (k, v) * 2, starts * 2, self.maps, strict=True
