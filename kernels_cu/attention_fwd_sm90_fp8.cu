@@ -1,6 +1,6 @@
-// Attention forward for compute capability 9.0a, for many queries, with q, k and v in e4m3. Grid: as
-// many blocks as run at once; each takes tiles until there are none. Of the first warpgroup one warp
-// loads queries and keys, one values, and two transpose these; two warpgroups compute.
+// Attention forward for compute capability 9.0a, for many queries, with q, k and v in e4m3. Grid:
+// as many blocks as run at once; each takes tiles until there are none. Of the first warpgroup one
+// warp loads queries and keys, one values, and two transpose these; two warpgroups compute.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
@@ -37,7 +37,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
   } else {
     take_registers<232>();
     Fp8Compute<Fp8Variant> compute(p, x, shared, warpgroup - 1);
-    if (Fp8Variant::kTurns && warpgroup == 2) named_barrier_arrive(1, 256);
     compute.run();
   }
 }

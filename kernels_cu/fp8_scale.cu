@@ -41,9 +41,12 @@ __device__ float largest_of_rotated(const QuantizeParams &p, const char *row) {
 __device__ float largest_of(const QuantizeParams &p, const char *row) {
   constexpr int kWide = 16 / kItemBytes<ConvertVariant::kIn>;
   switch (p.rotated) {
-    case 2: return largest_of_rotated<2>(p, row);
-    case 4: return largest_of_rotated<4>(p, row);
-    case 8: return largest_of_rotated<8>(p, row);
+    case 2:
+      return largest_of_rotated<2>(p, row);
+    case 4:
+      return largest_of_rotated<4>(p, row);
+    case 8:
+      return largest_of_rotated<8>(p, row);
   }
   return p.vectorised ? largest_of_row<kWide>(p, row) : largest_of_row<1>(p, row);
 }

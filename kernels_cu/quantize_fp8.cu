@@ -53,9 +53,12 @@ __device__ void quantize_rotated(const QuantizeParams &p, const QuantizeRow &at,
 
 __device__ void quantize(const QuantizeParams &p, const QuantizeRow &at, float scale) {
   switch (p.rotated) {
-    case 2: return quantize_rotated<2>(p, at, scale);
-    case 4: return quantize_rotated<4>(p, at, scale);
-    case 8: return quantize_rotated<8>(p, at, scale);
+    case 2:
+      return quantize_rotated<2>(p, at, scale);
+    case 4:
+      return quantize_rotated<4>(p, at, scale);
+    case 8:
+      return quantize_rotated<8>(p, at, scale);
   }
   if (p.vectorised) {
     quantize_row<16 / kItemBytes<V::kIn>>(p, at, scale);

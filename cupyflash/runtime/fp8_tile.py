@@ -34,8 +34,6 @@ class Fp8Tile:
         Buffers of queries, keys, values as they are stored, and transposed values.
     flush : int
         Key tiles after which the output is added up in float32; 0 = never.
-    turns : bool
-        The warpgroups issue their products in strict turns.
     """
 
     head_dim: int
@@ -45,7 +43,6 @@ class Fp8Tile:
     value_stages: int = 2
     turned_stages: int = 2
     flush: int = 1
-    turns: bool = False
 
     @property
     def smem_bytes(self) -> int:
@@ -72,7 +69,6 @@ class Fp8Tile:
                 ("SCORE_MOD", int(score_mod)),
                 ("SMEM_NBYTES", self.smem_bytes),
                 ("TURNED_STAGES", self.turned_stages),
-                ("TURNS", int(self.turns)),
                 ("VALUE_STAGES", self.value_stages),
             ),
         )

@@ -14,28 +14,28 @@ __device__ __forceinline__ u64 matrix_descriptor64(u32 address) {
 template <int kN>
 struct WgmmaFp8;
 
-#define WGMMA_FP8_TEXT(n, d, keep, operands) \
-  "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep ", 0;\n\t" \
+#define WGMMA_FP8_TEXT(n, d, keep, operands)                                    \
+  "{\n\t.reg .pred keep;\n\tsetp.ne.b32 keep, %" #keep                          \
+  ", 0;\n\t"                                                                    \
   "wgmma.mma_async.sync.aligned.m64n" #n "k32.f32.e4m3.e4m3 {" d "}, " operands \
   ", keep, 1, 1;\n\t}"
 
 // c = n / 2 registers; the six numbers after them.
-#define WGMMA_FP8_SHAPE(n, c, i0, i1, i2, i3, i4, i5) \
-  template <> \
-  struct WgmmaFp8<n> { \
+#define WGMMA_FP8_SHAPE(n, c, i0, i1, i2, i3, i4, i5)                                             \
+  template <>                                                                                     \
+  struct WgmmaFp8<n> {                                                                            \
     __device__ __forceinline__ static void shared(float (&d)[c], u64 left, u64 right, int keep) { \
-      asm volatile(WGMMA_FP8_TEXT(n, WGMMA_D##c, i2, "%" #i0 ", %" #i1) \
-                   : WGMMA_OUT##c \
-                   : "l"(left), "l"(right), "r"(keep)); \
-    } \
-    __device__ __forceinline__ static void registers(float (&d)[c], const u32 (&left)[4], \
-                                                     u64 right, int keep) { \
-      asm volatile(WGMMA_FP8_TEXT(n, WGMMA_D##c, i5, \
-                                  "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4) \
-                   : WGMMA_OUT##c \
-                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), \
-                     "r"(keep)); \
-    } \
+      asm volatile(WGMMA_FP8_TEXT(n, WGMMA_D##c, i2, "%" #i0 ", %" #i1)                           \
+                   : WGMMA_OUT##c                                                                 \
+                   : "l"(left), "l"(right), "r"(keep));                                           \
+    }                                                                                             \
+    __device__ __forceinline__ static void registers(float (&d)[c], const u32 (&left)[4],         \
+                                                     u64 right, int keep) {                       \
+      asm volatile(                                                                               \
+          WGMMA_FP8_TEXT(n, WGMMA_D##c, i5, "{%" #i0 ", %" #i1 ", %" #i2 ", %" #i3 "}, %" #i4)    \
+          : WGMMA_OUT##c                                                                          \
+          : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "r"(keep));       \
+    }                                                                                             \
   };
 
 WGMMA_FP8_SHAPE(64, 32, 32, 33, 34, 35, 36, 37)

@@ -97,7 +97,6 @@ struct Fp8Variant {
   static constexpr int kValueStages = VALUE_STAGES;    // as they are stored
   static constexpr int kTurnedStages = TURNED_STAGES;  // transposed
   static constexpr int kFlush = FLUSH;  // key tiles after which O is added up in float32; 0: never
-  static constexpr bool kTurns = TURNS;         // the warpgroups issue their products in turns
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = FP8_PREFILL_NBYTES;

@@ -62,9 +62,7 @@ struct Fp8Shared {
   __device__ __forceinline__ OrderScratch &scratch() const {
     return *reinterpret_cast<OrderScratch *>(base + kKeysAt);
   }
-  __device__ __forceinline__ u32 queries(int slot) const {
-    return address + slot * kQueryBytes;
-  }
+  __device__ __forceinline__ u32 queries(int slot) const { return address + slot * kQueryBytes; }
   __device__ __forceinline__ u32 keys(int slot) const {
     return address + kKeysAt + slot * kKeyBytes;
   }
@@ -131,14 +129,14 @@ struct Fp8Loader {
     const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
     Box box = {key - column * p.page_size, x.outside_page};
     if (at < kKeys && key < t.kv_end && key + x.box_keys > t.kv_begin) {
-      box.page = reinterpret_cast<const i32 *>(p.block_table +
-                                               t.request * p.table_row_stride)[column];
+      box.page =
+          reinterpret_cast<const i32 *>(p.block_table + t.request * p.table_row_stride)[column];
     }
     return box;
   }
 
-  __device__ __forceinline__ void load_box(const TensorMap *map, int i, const Box &box,
-                                           int kv_head, u32 to, u32 barrier) const {
+  __device__ __forceinline__ void load_box(const TensorMap *map, int i, const Box &box, int kv_head,
+                                           u32 to, u32 barrier) const {
     const int panel = i % kPanels;
     tma_load4(to + (panel * kKeys + first_key(i)) * 128, map, panel * 128, box.row, kv_head,
               box.page, barrier);
@@ -161,15 +159,15 @@ struct Fp8Loader {
 
   // ---- queries and keys
 
-  // Registers are few here: what the loop over keys holds waits in shared memory while the next tile
-  // is looked up, and places in rings follow from counts.
+  // Registers are few here: what the loop over keys holds waits in shared memory while the next
+  // tile is looked up, and places in rings follow from counts.
   __device__ __forceinline__ void run_keys() const {
     typename S::Rest &r = shared.rest();
     volatile Parked &parked = r.parked;
     int loaded = 0;  // key tiles
     int item = count_dealt() ? static_cast<int>(blockIdx.x) : claim();
-    bool again = false;                 // going through the list of tiles that run again
-    bool real = false;                  // `number` is a tile, and no message
+    bool again = false;  // going through the list of tiles that run again
+    bool real = false;   // `number` is a tile, and no message
 #pragma unroll 1
     for (int number = -1;;) {
       bool found = false;
@@ -214,8 +212,7 @@ struct Fp8Loader {
   __device__ __forceinline__ void load_keys(const PrefillTile &t, int n, u32 count) const {
     const int slot = count % S::kKeyStages;
     const Box box = locate_box(t, n, lane);
-    mbarrier_wait(shared_address(&shared.rest().key_empty[slot]),
-                  count / S::kKeyStages % 2 ^ 1);
+    mbarrier_wait(shared_address(&shared.rest().key_empty[slot]), count / S::kKeyStages % 2 ^ 1);
     const u32 full = shared_address(&shared.rest().key_full[slot]);
     if (lane == 0) mbarrier_arrive_expect(full, S::kKeyBytes);
     __syncwarp();
@@ -239,8 +236,8 @@ struct Fp8Loader {
     return x.most_skipped ? 0 : static_cast<int>(gridDim.x);
   }
 
-  // The next item, in lane 0. Each item, and each block that was dealt none, claims one: the counter
-  // is 0 again after the last.
+  // The next item, in lane 0. Each item, and each block that was dealt none, claims one: the
+  // counter is 0 again after the last.
   __device__ __forceinline__ int claim() const {
     if (lane > 0) return 0;
     const u32 claims = count_items(x, shared.rest().order) + gridDim.x - count_dealt();

@@ -43,8 +43,8 @@ struct Fp8OutputRow {
 
   // Columns 16 * chunk + 4 * quarter and after.
   template <int kDim>
-  __device__ __forceinline__ static float4 columns(int chunk, int half,
-                                                   const float (&o)[kDim / 2], float norm) {
+  __device__ __forceinline__ static float4 columns(int chunk, int half, const float (&o)[kDim / 2],
+                                                   float norm) {
     const int i = 8 * chunk + 2 * half;
     return make_float4(o[i] * norm, o[i + 4] * norm, o[i + 1] * norm, o[i + 5] * norm);
   }

@@ -1,13 +1,13 @@
 // Transposed values for the 8-bit products, whose operands have their rows along k.
 //
 // The order of the keys along k is free as long as P has the same. In every 32 it is chosen so that
-// scores of a thread, packed to 8 bits, are its operand of the product with V: of a row it holds keys
-// 8i + 2q and one after (q = lane % 4), and the operand wants four neighbours,
+// scores of a thread, packed to 8 bits, are its operand of the product with V: of a row it holds
+// keys 8i + 2q and one after (q = lane % 4), and the operand wants four neighbours,
 //     key    2q  2q+1  8+2q  9+2q  16+2q 17+2q 24+2q 25+2q
 //     slot   4q  4q+1  4q+2  4q+3  16+4q  ...
-// This is also how ldmatrix.trans hands out pairs of bytes. In every 16, rows of the transposed tile
-// are the even columns of V, then the odd ones: stores have no bank conflicts then, and a thread ends
-// up with four neighbouring columns of the result.
+// This is also how ldmatrix.trans hands out pairs of bytes. In every 16, rows of the transposed
+// tile are the even columns of V, then the odd ones: stores have no bank conflicts then, and a
+// thread ends up with four neighbouring columns of the result.
 #pragma once
 
 #include "mainloop/fwd_sm90_fp8_load.cuh"
@@ -84,8 +84,7 @@ struct Fp8Transposer {
     ldmatrix4_trans(pair, at(source, group * 32 + lane, chunk));
   }
 
-  __device__ __forceinline__ void store(const u32 (&pair)[4], u32 to, int group,
-                                        int chunk) const {
+  __device__ __forceinline__ void store(const u32 (&pair)[4], u32 to, int group, int chunk) const {
     constexpr int kGroups = kPanelKeys / 32;  // of a panel
     const u32 row = lane & 7, matrix = lane >> 3;
     const u32 slots = 2 * (group % kGroups) + (matrix >> 1);

@@ -1,0 +1,224 @@
+// Weights of the 8-bit Hopper prefill: scores of a warpgroup's 64 rows, masked, modified, and
+// folded into a softmax whose weights are rounded to e4m3.
+//
+// e4m3 holds 2^-9 .. 448, so the shift c of softmax(x - c) needs care. The first key tile of a row
+// and those with a mask take the maximum: the largest weight is 2^8 exactly. After the first one c
+// is raised by powers of two until the row's sum is below 2^8; that leaves room for later tiles,
+// which keep c: no maximum, no shuffle. Their sums, which are needed anyway, bound each weight;
+// where one exceeds 448, c moves so that the row's largest weight is a power of two, exact in e4m3,
+// and the sum below 2^8 again. Only a weight past float32 is lost: the sum is not finite then.
+#pragma once
+
+#include "block/soft_cap.cuh"
+#include "block/tile_order.cuh"
+
+template <class V>
+struct Fp8Weights {
+  static constexpr int kKeys = V::kKeys;
+  static constexpr int kWarpgroupRows = 64;
+  static constexpr float kTop = 8.f;  // of weights after a maximum, to base 2
+  static constexpr float kLargestWeight = 448.f, kSmallWeight = 64.f;
+  static constexpr int kSettled = 4;
+
+  const AttentionParams &p;
+  const PrefillParams &x;
+  const int warpgroup, warp, lane;  // 0 or 1; of the warpgroup; of the warp
+  float s[kKeys / 2];               // scores, then weights
+  u32 weight[kKeys / 32][4];        // in 8 bits
+  float scale;                      // of scores, to base 2; of modified ones 1
+  float natural;                    // of scores
+  float c[2], sum[2];  // of rows lane / 4 and 8 after: the shift to base 2, and the sum
+
+  __device__ __forceinline__ Fp8Weights(const AttentionParams &p, const PrefillParams &x,
+                                        int warpgroup)
+      : p(p),
+        x(x),
+        warpgroup(warpgroup),
+        warp(static_cast<int>(threadIdx.x / 32) & 3),
+        lane(static_cast<int>(threadIdx.x) & 31) {}
+
+  // ---- scores
+
+  // This lane's first row in the tile; the other one is 8 after.
+  __device__ __forceinline__ int row() const {
+    return warpgroup * kWarpgroupRows + warp * 16 + lane / 4;
+  }
+  __device__ __forceinline__ int token(const PrefillTile &t, int h) const {
+    return t.token + ((row() + 8 * h) >> x.pack_shift);
+  }
+  __device__ __forceinline__ int head(const PrefillTile &t, int h) const {
+    return (t.head_group << x.pack_shift) + ((row() + 8 * h) & ((1 << x.pack_shift) - 1));
+  }
+
+  __device__ __forceinline__ void load_scale(const PrefillTile &t) {
+    natural = score_scale(p, t.request, t.kv_head);
+    // Never 0, as it meets -inf.
+    natural = copysignf(fmaxf(fabsf(natural), 1e-30f), natural);
+    scale = V::kScoreMod ? 1.f : natural * kLog2e;
+  }
+
+  // The keys that a row sees, from the first one of key tile n on.
+  __device__ __forceinline__ KeyRange visible(const PrefillTile &t, int n, int h) const {
+    const int position = token(t, h) + t.shift;
+    const int low = p.window_left < 0 ? 0 : position - p.window_left;
+    const int high = p.window_right < 0 ? t.kv_end : min(t.kv_end, position + p.window_right + 1);
+    return {low - n * kKeys, high - n * kKeys};
+  }
+  __device__ __forceinline__ int seen_keys(const PrefillTile &t, int n, int h) const {
+    const KeyRange keys = visible(t, n, h);
+    return min(keys.end, kKeys) - max(keys.begin, 0);
+  }
+
+  __device__ __forceinline__ void mask(const PrefillTile &t, int n) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const KeyRange keys = visible(t, n, h);
+      const int low = keys.begin - lane % 4 * 2, high = keys.end - lane % 4 * 2;
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int at = 8 * j + e;
+          if (at < low || at >= high) s[4 * j + 2 * h + e] = -infinity();
+        }
+      }
+    }
+  }
+
+  // Soft cap and ALiBi; scores are to base 2 then.
+  __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
+    if constexpr (V::kScoreMod) {
+      if (p.softcap > 0.f) {
+        SoftCap(natural / p.softcap, p.softcap * kLog2e).apply(s);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) s[i] *= natural * kLog2e;
+      }
+      if (p.alibi_slopes) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float steep =
+              -kLog2e * load_float(p.alibi_slopes, t.request * p.alibi_batch_stride +
+                                                       head(t, h) * p.alibi_head_stride);
+          const int position = token(t, h) + t.shift - n * kKeys - lane % 4 * 2;
+#pragma unroll
+          for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              const float distance = fabsf(static_cast<float>(position - 8 * j - e));
+              s[4 * j + 2 * h + e] = fmaf(steep, distance, s[4 * j + 2 * h + e]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Before scores are compared: the largest is the one that weighs most.
+  __device__ __forceinline__ void orient() {
+    if (!V::kScoreMod && scale < 0.f) {
+#pragma unroll
+      for (int i = 0; i < kKeys / 2; ++i) s[i] = -s[i];
+    }
+  }
+
+  // ---- softmax
+
+  // Scores, oriented and masked, become weights. kFirst: of a tile. Returns whether sums of values
+  // are to be rescaled by `factor`.
+  template <bool kFirst>
+  __device__ __forceinline__ bool fold_exact(float (&factor)[2]) {
+    bool grown = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = s[2 * h];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      }
+      const float wanted = quad_max(top) * fabsf(scale) - kTop;
+      const float next = kFirst ? wanted : fmaxf(c[h], wanted);
+      grown |= !kFirst && next > c[h];
+      const float shift = next == -infinity() ? 0.f : next;
+      factor[h] = kFirst ? 1.f : exp2_approx(c[h] - shift);
+      c[h] = next;
+      const float added = exponentiate(h, fabsf(scale), shift);
+      sum[h] = kFirst ? added : fmaf(sum[h], factor[h], added);
+    }
+    return !kFirst && __any_sync(0xffffffffu, grown);
+  }
+
+  // The sum of a row's first weights is brought below 2^8, as it will be for a key tile of which
+  // the row sees all: `rarity` is the number of keys over those that it sees in this one.
+  __device__ __forceinline__ void make_room(int h, float rarity) {
+    const float all = quad_sum(sum[h]) * rarity;
+    const int exponent = static_cast<int>(__float_as_uint(all) >> 23 & 255) - 127;
+    const int down = min(max(exponent - 7, 0), 16);
+    c[h] += down;
+    scale_row(h, __uint_as_float(static_cast<u32>(127 - down) << 23));
+  }
+
+  __device__ __forceinline__ void scale_row(int h, float by) {
+    sum[h] *= by;
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) s[4 * j + 2 * h] *= by, s[4 * j + 2 * h + 1] *= by;
+  }
+
+  __device__ __forceinline__ float exponentiate(int h, float by, float shift) {
+    float added = 0.f;
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float &at = s[4 * j + 2 * h + e];
+        at = exp2_approx(V::kScoreMod ? at - shift : fmaf(at, by, -shift));
+        added += at;
+      }
+    }
+    return added;
+  }
+
+  // A lane's sum of a key tile that needs no other shift. It bounds each of its weights, so that
+  // none is beyond e4m3; once `kSettled` key tiles are behind it is also below that of all before,
+  // so that a key that outweighs them is exact.
+  __device__ __forceinline__ float largest_sum(int h, bool settled) const {
+    return settled ? fminf(fmaxf(sum[h], kSmallWeight), kLargestWeight) : kLargestWeight;
+  }
+
+  // Moves the shift of rows in which a lane's sum is too large: the largest weight of the key tile
+  // becomes a power of two, and their sum is below 2^8.
+  __device__ __forceinline__ void move_shift(const float (&added)[2], bool settled,
+                                             float (&factor)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float excess = added[h] <= largest_sum(h, settled) ? 0.f : 1.f;  // NaN: 1
+      const bool over = quad_max(excess) > 0.f;
+      float top = s[2 * h];
+#pragma unroll
+      for (int j = 0; j < kKeys / 8; ++j) {
+        top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+      }
+      top = quad_max(top);
+      const float all = quad_sum(added[h]), size = log2f(top);
+      const float to = floorf(7.f + size - log2f(all));
+      factor[h] = over ? exp2_approx(to) * __fdividef(1.f, top) : 1.f;
+      c[h] += over ? size - to : 0.f;
+      const float before = sum[h];
+      sum[h] = added[h];
+      scale_row(h, factor[h]);
+      sum[h] = fmaf(before, factor[h], sum[h]);
+    }
+  }
+
+  __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+    for (int i = 0; i < kKeys / 32; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = 16 * i + 8 * (j / 2) + 2 * (j % 2);
+        weight[i][j] = pack_fp8<kE4m3>(s[at], s[at + 1]) | pack_fp8<kE4m3>(s[at + 4], s[at + 5])
+                                                               << 16;
+      }
+    }
+  }
+};
