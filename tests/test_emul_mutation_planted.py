@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from emulator.planted import PLANTED
 from emulator.planted_fp8 import PLANTED_FP8
+from emulator.planted_latent import PLANTED_LATENT
 from emulator.planted_prefill import PLANTED_PREFILL
 from emulator.planted_rows import PLANTED_ROWS
 from emulator.planted_shared import PLANTED_SHARED
@@ -43,10 +44,15 @@ def test_emul_catches_what_is_planted_between_the_warps_of_the_prefill(bug):
     check(bug)
 
 
-def check(bug):
+@pytest.mark.parametrize("bug", PLANTED_LATENT, ids=lambda b: b.name)
+def test_emul_catches_what_is_planted_in_latent_attention(bug):
+    check(bug, SEEDS[:8])
+
+
+def check(bug, seeds=SEEDS):
     device = bug.device()
-    caught = [bug.caught(device, seed) for seed in SEEDS]
+    caught = [bug.caught(device, seed) for seed in seeds]
     if bug.pattern:
-        assert sum(found is not None for found in caught) == len(SEEDS)
+        assert sum(found is not None for found in caught) == len(seeds)
     else:
-        assert caught == [None] * len(SEEDS)
+        assert caught == [None] * len(seeds)

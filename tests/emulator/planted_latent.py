@@ -1,0 +1,33 @@
+"""Bugs planted in the Hopper kernel of latent attention."""
+
+# ruff: noqa: E501  (a bug a line)
+
+from __future__ import annotations
+
+from cupyflash.testing import Case
+
+from .planted import Planted
+
+__all__ = ["PLANTED_LATENT"]
+
+LATENT = "mla_decode_sm90.cu"
+_ONE = Case(lengths=((1, 400),), num_heads_kv=1, group_size=5, head_dim=64, head_dim_v=512,
+            page_size=64, causal=True, q_v=True, q_type="bf16", kv_type="bf16")  # fmt: skip
+_TWO = _ONE.replace(group_size=66)  # a cluster
+_SPLIT = _ONE.replace(lengths=((1, 700),))
+
+PLANTED_LATENT = [
+    Planted("latent: nothing", LATENT, "", "", _TWO, num_sms=4, calls=2),
+    Planted("latent: no wait for a tile", LATENT, r"mbarrier_wait\(shared_address\(&r\.full\[at\.stage\]\), at\.parity\);\s*float", "float", _ONE),
+    Planted("latent: weights without a proxy fence", LATENT, r"fence_async_proxy\(\);(\s*mbarrier_arrive\(shared_address\(&r\.weights)", r"\1", _ONE),
+    Planted("latent: weights where keys are still read", LATENT, r"named_barrier_sync\(kScoresOnly, 128\);  // no warp reads", "// no warp reads", _ONE),
+    Planted("latent: loaded again while columns are read", LATENT, r"named_barrier_sync\(2 \+ half, 128\);  // no warp reads the columns", "// no warp reads the columns", _ONE),
+    Planted("latent: loaded again for one block", LATENT, r"\(1 << V::kSide\) - 1\)", "1)", _TWO),
+    Planted("latent: a counter of its own in each block", LATENT, r"cluster_address\(shared_address\(&tiles\.rest\(\)\.released\[stage\]\), 0\)", "shared_address(&tiles.rest().released[stage])", _TWO),
+    Planted("latent: count without order", LATENT, r"atom\.acq_rel\.cluster\.shared", "atom.relaxed.cluster.shared", _TWO),
+    Planted("latent: one key too many is seen", LATENT, r"column >= high\) x", "column > high) x", _ONE.replace(lengths=((2, 390),))),
+    Planted("latent: rows behind the last key are not cleared", LATENT, r"row < low \|\| row >= high", "false", _ONE),
+    Planted("latent: factors replaced before they are used", LATENT, r"mbarrier_wait\(shared_address\(&r\.done\[next\.stage\]\), next\.parity \^ 1\);", ";", _ONE),
+    Planted("latent: arrivals without order", LATENT, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _SPLIT),
+    Planted("latent: wrong slots are merged", LATENT, r"part \* slots - l\.side", "part * slots", _SPLIT),
+]  # fmt: skip
