@@ -18,7 +18,7 @@ from cupyflash.fa_version import is_fa_version_supported
 pytestmark = pytest.mark.gpu
 
 LARGE = MIXED.replace(
-    lengths=(*((1, 37 * i % 3000) for i in range(60)), (700, 1300), (1500, 0), (4, 900)),
+    lengths=(*((1, 37 * i % 3000) for i in range(60)), (300, 1300), (500, 0), (4, 900)),
     num_heads_kv=4, head_dim=128,
 )  # fmt: skip
 
@@ -42,14 +42,14 @@ def plans_in_sequence(call, device, limit):
 PLANS = hopper._plans
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     lengths=st.lists(
         st.tuples(
-            st.sampled_from([0, 1, 1, 1, 2, 4, 5, 17, 130, 600]),
-            st.sampled_from([-2, 0, 1, 40, 150, 3000]),
+            st.sampled_from([0, 1, 1, 1, 2, 4, 5, 17, 130]),
+            st.sampled_from([-2, 0, 1, 40, 150, 900]),
         ),
-        min_size=2, max_size=40,
+        min_size=2, max_size=12,
     ).map(tuple),
     group=st.sampled_from([1, 3, 4, 8, 16]), head_dim=st.sampled_from([64, 128, 256]),
     page_size=st.sampled_from([16, None, 64]),
@@ -81,7 +81,7 @@ def test_side_by_side_has_the_bits_of_one_after_the_other(monkeypatch):
     inputs = LARGE.make(cupy)
     both = inputs.call(flash_attn_varlen_func, fa_version=3)
     inputs.expected().check(*both)
-    for _ in range(300):
+    for _ in range(100):
         assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(both)
     monkeypatch.setattr(hopper, "_plans", plans_in_sequence)
     assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(both)
