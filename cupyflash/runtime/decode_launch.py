@@ -13,13 +13,11 @@ from .device import Device
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
-from .tensor_map import rows_refusal
+from .tensor_map import NO_PROMOTION, SWIZZLE_128B, UINT8, UINT16, ZERO_FILL, rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
 
-_UINT8, _UINT16 = 0, 1  # CUtensorMapDataType
-_SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL = 3, 0, 0
 _MOST_MAPS = 1024
 _LARGEST_PREFETCH = 1 << 20  # bytes of a block table
 _TILING = Tiling(0, 0, 0, 0)
@@ -74,7 +72,7 @@ class Placement:
     ) -> tuple[bytes, bytes]:
         k, v = (
             device.encode_tensor_map(
-                array, kind, start, shape, strides, box, _SWIZZLE_128B, _NO_PROMOTION, _ZERO_FILL
+                array, kind, start, shape, strides, box, SWIZZLE_128B, NO_PROMOTION, ZERO_FILL
             )
             for array, start, (kind, shape, strides, box) in zip(
                 arrays, starts, self.key_maps, strict=True
@@ -115,7 +113,7 @@ def _map_of(spec: Any, panels: int, box_rows: int, whole: bool) -> tuple[Any, ..
     across = dim // width if whole else 1
     steps = [16 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True)]
     return (
-        _UINT8 if dtype.itemsize == 1 else _UINT16,
+        UINT8 if dtype.itemsize == 1 else UINT16,
         (width if whole else dim, slots, across, heads, blocks),
         (steps[1], 128 if whole else 16, steps[2], steps[0]),
         (width, box_rows, panels if whole else 1, 1, 1),
