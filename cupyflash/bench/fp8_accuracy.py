@@ -104,7 +104,7 @@ def _outputs(
         out = cp.empty(bits[0].shape, ml_dtypes.bfloat16)
         call(*bits, starts, scales, out)
         cp.cuda.runtime.deviceSynchronize()
-        yield name, out.astype(np.float32).astype(np.float64)
+        yield name, cp.asarray(out.get().astype(np.float64))
 
 
 def errors(peers: Path | None = None, seeds: int = 2) -> list[Result]:
