@@ -82,11 +82,11 @@ class PrefillTile:
         )
 
 
-_FULL_64 = PrefillTile(64, 64, 192, 2, 3)
+_FULL_64 = PrefillTile(64, 64, 192, 3, 3)
 _TILES = (
-    PrefillTile(64, 64, 128, 2, 3),
-    PrefillTile(96, 96, 128, 2, 2),
-    PrefillTile(128, 128, 128, 2, 2),
+    PrefillTile(64, 64, 128, 3, 3),
+    PrefillTile(96, 96, 128, 3, 2),
+    PrefillTile(128, 128, 128, 3, 2),
     PrefillTile(192, 128, 128, 1, 2),
     PrefillTile(192, 192, 112, 1, 2),
     PrefillTile(256, 256, 80, 1, 2),
@@ -94,7 +94,7 @@ _TILES = (
 # Modified scores take registers.
 _MOD_TILES = (
     _TILES[0],
-    PrefillTile(96, 96, 112, 2, 2),
+    PrefillTile(96, 96, 112, 3, 2),
     *_TILES[2:4],
     PrefillTile(192, 192, 96, 1, 2),
     PrefillTile(256, 256, 48, 1, 3),

@@ -240,6 +240,11 @@ struct PrefillLoader {
   __device__ __forceinline__ void load_queries(const PrefillTile &t, bool found,
                                                Ring<S::kQueryStages> &q) const {
     typename S::Rest &r = shared.rest();
+    const int head = t.head_group << x.pack_shift, token = t.q_begin + t.token;
+    // One buffer is free late: what takes its place is in the L2 by then.
+    if (S::kQueryStages == 1 && found && lane < S::kPanels) {
+      tma_prefetch3(maps.q, lane * 64, head, token);
+    }
     mbarrier_wait(shared_address(&r.query_empty[q.slot]), q.parity ^ 1);
     const u32 full = shared_address(&r.query_full[q.slot]);
     if (lane == 0) {
@@ -252,7 +257,7 @@ struct PrefillLoader {
     __syncwarp();
     if (found && lane < S::kPanels) {
       tma_load3(shared.queries(q.slot) + lane * kTileRows * 128, maps.q, lane * 64,
-                t.head_group << x.pack_shift, t.q_begin + t.token, full);
+                head, token, full);
     }
     q.next();
   }
