@@ -6,7 +6,6 @@
 #include "core/attention_params.cuh"
 #include "core/decode_params.cuh"
 #include "core/shared_params.cuh"
-#include "block/shared_schedule.cuh"
 #include "mainloop/shared_own_sm90.cuh"
 #include "mainloop/shared_tile_sm90.cuh"
 
@@ -18,17 +17,7 @@ static_assert(SharedScheduleVariant::kSharedBytes == sizeof(SharedParams),
 
 namespace {
 constexpr int kThreads = 512, kMergers = 32 * kMergeWarps;
-
-// Every CTA has come; all of them run at once.
-__device__ __forceinline__ void meet_grid(u32 *counter) {
-  __syncthreads();
-  if (threadIdx.x == 0 && arrive_and_wrap(counter, gridDim.x - 1) != gridDim.x - 1) {
-    while (load_acquire(counter) != 0) {
-    }
-  }
-  __syncthreads();
 }
-}  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
@@ -60,13 +49,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
   __syncthreads();
   wait_for_earlier_launches();
   let_later_launches_start();
-  if (s.schedulers) {
-    if (static_cast<int>(blockIdx.x) < s.schedulers) {
-      make_schedule(p, d, s, *reinterpret_cast<ScheduleScratch *>(smem), blockIdx.x, s.schedulers);
-      fence_async_proxy();  // copies come to the same memory
-    }
-    meet_grid(s.arrivals + 1);
-  }
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   const auto again = [&] {  // a register of one role, not of all
     u32 found = base;

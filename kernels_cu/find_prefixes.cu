@@ -24,7 +24,9 @@ __device__ __forceinline__ i32 load_fresh(const i32 *at) {
 __device__ __forceinline__ void meet(u32 *counter) {
   __syncthreads();
   if (threadIdx.x == 0 && arrive_and_wrap(counter, gridDim.x - 1) != gridDim.x - 1) {
-    while (load_acquire(counter) != 0) {
+    // All of them run at once; if they cannot, an error is better than a wait for ever.
+    for (int i = 0; load_acquire(counter) != 0; ++i) {
+      if (i > 1 << 24) asm volatile("trap;");
     }
   }
   __syncthreads();

@@ -186,7 +186,7 @@ def schedule_shared(
     packed = (
         ATTENTION_PARAMS.pack(*values.values()),
         _decode_params(problem, plan),
-        _pack(problem, plan, sharing, device, block, clear_arrivals=1),
+        _pack(problem, plan, sharing, device, block),
     )
     args = KernelArgs(packed, (*lengths, block, sharing.order, sharing.tree))
     launch(device, plan.schedule, args, stream)
@@ -228,11 +228,11 @@ def attend_shared(
     """
     found = results(call, device, stream)
     if workspace is not None:
-        _queue(call, plan, sharing, device, found, workspace, None, stream, scheduled)
+        _queue(call, plan, sharing, device, found, workspace, stream, scheduled)
         return found
     with scratch_of(device, stream) as scratch:
         block = scratch.reserve(plan.attend.workspace_bytes)
-        _queue(call, plan, sharing, device, found, block, scratch.counters, stream, False)
+        _queue(call, plan, sharing, device, found, block, stream, False)
     return found
 
 
@@ -243,27 +243,22 @@ def _queue(
     device: Device,
     found: tuple[Any, Any],
     block: Any,
-    counters: Any,
     stream: int,
     scheduled: bool,
 ) -> None:
-    """``counters`` are 0 between launches; without them the schedule sets its own to 0."""
     layout = call.layout
     placed: _Placement = layout.kept.get(plan) or layout.keep(
         plan, lambda: _Placement(layout, plan)
     )
-    arrays = arrays_of(call, *found, block, counters, sharing.order, sharing.tree)
+    arrays = arrays_of(call, *found, block, sharing.order, sharing.tree)
     attention = pack_attention(call, device, *found, None, _TILING)
     wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0
-    both, more = (attention, placed.decode[wide]), {}
-    if counters is not None and plan.schedulers:
-        more = {"schedulers": plan.schedulers, "arrivals": device.pointer(counters)}
-    elif not scheduled:
-        first = _pack(call.problem, plan, sharing, device, block, clear_arrivals=1)
-        launch(device, plan.schedule, KernelArgs((*both, first), arrays), stream)
-    packed = _pack(call.problem, plan, sharing, device, block, **more)
+    shared = _pack(call.problem, plan, sharing, device, block)
+    common = attention, placed.decode[wide], shared
+    if not scheduled:
+        launch(device, plan.schedule, KernelArgs(common, arrays), stream)
     maps = placed.encoded(device, call.arrays.k, call.arrays.v)
-    launch(device, plan.attend, KernelArgs((*both, packed, *maps), arrays), stream)
+    launch(device, plan.attend, KernelArgs((*common, *maps), arrays), stream)
 
 
 def _pack(
@@ -272,7 +267,6 @@ def _pack(
     sharing: Sharing,
     device: Device,
     block: Any,
-    **more: int,
 ) -> bytes:
     values: dict[str, Any] = dict.fromkeys(SHARED_PARAMS.names, 0)
     scale, cap = max(abs(problem.softmax_scale), _SMALLEST_SCALE), problem.softcap
@@ -292,6 +286,5 @@ def _pack(
         ctas=plan.attend.grid[0],
         scale=1.0 if cap else scale * _LOG2E,
         cap_scale=scale / cap if cap else 0.0,
-        **more,
     )
     return SHARED_PARAMS.pack(*values.values())

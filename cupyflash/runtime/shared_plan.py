@@ -58,8 +58,6 @@ class SharedPlan:
         Of a TMA box of shared keys.
     most_tokens : int
         Of a request.
-    schedulers : int
-        Blocks of the attention that can make the schedule first; 0: it takes a launch.
     """
 
     schedule: Plan
@@ -71,7 +69,6 @@ class SharedPlan:
     row_block: int
     box_keys: int
     most_tokens: int
-    schedulers: int
 
 
 def shared_refusal(problem: AttentionProblem, info: DeviceInfo, levels: int = 1) -> str:
@@ -152,7 +149,7 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
         ("units", units * UNIT_BYTES),
         ("group_line", (groups + 1) * 4),
         ("tokens", levels * problem.total_q * 4),
-        ("arrivals", 8),
+        ("arrivals", 4),
     )
     rounded = tuple((name, -(-nbytes // 16) * 16) for name, nbytes in sizes)
     nbytes = sum(size for _, size in rounded)
@@ -168,7 +165,6 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
         rows,
         gcd(problem.page_size or _BLOCK, _BLOCK),
         tokens,
-        min(ctas, _SCHEDULE_BLOCKS, -(-units // _THREADS)) if batch <= _THREADS else 0,
     )
 
 

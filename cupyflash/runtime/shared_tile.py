@@ -34,7 +34,7 @@ SHARED_PARAMS = ParamsLayout(
         (name, "i32")
         for name in (
             *("levels", "common_keys", "added_keys", "box_shift", "tile_rows", "most_tokens"),
-            *("ctas", "schedulers", "clear_arrivals"),
+            "ctas",
         )
     ),
     ("scale", "f32"),

@@ -106,9 +106,9 @@ struct Place {
 
 // CTA `cta` of `ctas` writes its part; all of them have at least as many threads as there are
 // requests. Barriers inside.
-__device__ __noinline__ void make_schedule(const AttentionParams &p, const DecodeParams &d,
-                                           const SharedParams &s, ScheduleScratch &x, int cta,
-                                           int ctas) {
+__device__ __forceinline__ void make_schedule(const AttentionParams &p, const DecodeParams &d,
+                                              const SharedParams &s, ScheduleScratch &x, int cta,
+                                              int ctas) {
   constexpr int kLevels = kMostLevels;
   const int i = threadIdx.x, batch = p.batch, heads = p.heads_kv;
   Place mine(p, d, s, i);
@@ -179,7 +179,7 @@ __device__ __noinline__ void make_schedule(const AttentionParams &p, const Decod
     }
     if (i == 0) {
       s.group_line[index] = line;
-      if (s.clear_arrivals) *s.arrivals = 0;
+      *s.arrivals = 0;
     }
   }
 

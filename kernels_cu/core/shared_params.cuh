@@ -54,7 +54,7 @@ struct SharedParams {
   MergeUnit *units;      // [batch * most_tokens * heads_kv]
   float *partial_out;    // [rows, head_dim]
   float2 *partial_state;  // [rows] largest score to base 2, sum of weights
-  u32 *arrivals;          // [2], 0 between launches
+  u32 *arrivals;          // [1], 0 between launches
   i32 levels;
   i32 common_keys;     // without `tree`
   i32 added_keys;      // of every request besides seqused_k
@@ -62,8 +62,6 @@ struct SharedParams {
   i32 tile_rows;       // partial rows of shared keys, before those of own keys
   i32 most_tokens;     // of a request
   i32 ctas;            // of the attention
-  i32 schedulers;      // CTAs of it that make the schedule first; 0: it is there
-  i32 clear_arrivals;  // they may hold anything
   float scale;         // of scores, to base 2, as they are or capped
   float cap_scale;     // of scores that are capped, over the cap
 };

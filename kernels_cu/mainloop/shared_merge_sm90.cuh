@@ -58,7 +58,8 @@ class SharedMerge {
     const int lane = threadIdx.x % 32, step = gridDim.x * kMergeWarps;
     const int rows = p.batch * s.most_tokens * p.heads_q;
     int row = blockIdx.x + warp * gridDim.x;
-    Row first = look(row, rows), second = look(row + step, rows);
+    MergeUnit now = look(row, rows);
+    int head = head_of(row), mine = partial(now, lane);
     mbarrier_arrive(base + S::kDone);
     if (speaks) {
       mbarrier_wait(base + S::kDone, 0);
@@ -74,44 +75,26 @@ class SharedMerge {
     mbarrier_wait(base + S::kOpen, 0);
 #pragma unroll 1
     while (row < rows) {
-      const Row now[2] = {first, second};
-      row += 2 * step;
-      // While these rows' partial results come.
-      first = look(row, rows), second = look(row + step, rows);
-      if (now[0].few() && now[1].few()) {
-        merge_few(base, now, lane);
-        continue;
-      }
-#pragma unroll 1
-      for (int k = 0; k < 2; ++k) {
-        const Row at = k ? now[1] : now[0];
-        if (at.total >= 0) merge_row(base, at, row - (2 - k) * step, lane);
-      }
+      const MergeUnit at = now;
+      const int found = mine, of = head;
+      row += step;
+      now = look(row, rows);  // while this row's partial results come
+      head = head_of(row), mine = partial(now, lane);
+      if (at.total >= 0) merge_row(base, at, of, found, lane);
     }
   }
 
  private:
-  struct Row {
-    int total = -1, token, head;
-    int found;  // the lane-th partial result
+  __device__ __forceinline__ int head_of(int row) const { return row % p.heads_q; }
 
-    __device__ __forceinline__ bool few() const { return total > 0 && total <= kFew; }
-  };
-
-  __device__ __forceinline__ MergeUnit unit_of(int row) const {
+  __device__ __forceinline__ MergeUnit look(int row, int rows) const {
+    MergeUnit r = {};
+    r.total = -1;
+    if (row >= rows) return r;
     const int unit = row / p.group, in_group = row - unit * p.group;
-    MergeUnit r = s.units[unit];
+    r = s.units[unit];
 #pragma unroll
     for (int l = 0; l <= kMostLevels; ++l) r.first[l] += in_group;
-    return r;
-  }
-
-  __device__ __forceinline__ Row look(int row, int rows) const {
-    Row r;
-    if (row >= rows) return r;
-    const MergeUnit unit = unit_of(row);
-    r.total = unit.total, r.token = unit.token, r.head = row % p.heads_q;
-    r.found = partial(unit, threadIdx.x % 32);
     return r;
   }
 
@@ -134,56 +117,28 @@ class SharedMerge {
     return row;
   }
 
-  __device__ __forceinline__ const float4 *values_of(int row) const {
-    const int column = threadIdx.x % 32 * 4;
-    return reinterpret_cast<const float4 *>(s.partial_out + (column < kD ? column : 0) +
-                                            static_cast<i64>(row) * kD);
-  }
-
   // All loads of a round are asked for before a weight is known, without a condition: a load under
   // one is followed by copies that wait for it. A wait that is over at once keeps them in front.
-  __device__ __forceinline__ void merge_few(u32 base, const Row (&at)[2], int lane) const {
-    float4 v[2][kFew];
-    float2 state[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int i = 0; i < kFew; ++i) {
-        v[k][i] =
-            load_from_l2(values_of(__shfl_sync(kAll, at[k].found, min(i, at[k].total - 1))));
-      }
-      state[k] = load_from_l2(
-          s.partial_state + __shfl_sync(kAll, at[k].found, min(lane, at[k].total - 1)));
-    }
-    mbarrier_wait(base + S::kNever, 1);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const float top = most_of(state[k].x), shift = top == -infinity() ? 0.f : top;
-      const float weight = lane < at[k].total ? exp2_of(state[k].x - shift) * state[k].y : 0.f;
-      float sum = 0.f, acc[4] = {};
-#pragma unroll
-      for (int i = 0; i < kFew; ++i) add(v[k][i], __shfl_sync(kAll, weight, i), sum, acc);
-      store(at[k], top, sum, acc, lane);
-    }
-  }
-
-  __device__ __forceinline__ void merge_row(u32 base, const Row &at, int row, int lane) const {
+  __device__ __forceinline__ void merge_row(u32 base, const MergeUnit &at, int head, int found,
+                                            int lane) const {
+    const int column = lane * 4;
+    const float *const values = s.partial_out + (column < kD ? column : 0);
     float top = -infinity(), sum = 0.f, acc[4] = {}, weight = 0.f;
-    int found = at.found;
+    float2 state = make_float2(-infinity(), 0.f);
 #pragma unroll 1
     for (int done = 0, page = 0; done < at.total; done += kAtOnce, page += kAtOnce) {
-      if (page == kLook) page = 0, found = partial(unit_of(row), done + lane);
+      if (page == kLook) page = 0, found = partial(at, done + lane);
       const int left = at.total - done, last = page + left - 1;
-      float2 state = make_float2(-infinity(), 0.f);
-      if (page == 0 && lane < kLook && lane < left) state = load_from_l2(s.partial_state + found);
-      float4 v[kAtOnce];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        v[i] = load_from_l2(values_of(__shfl_sync(kAll, found, min(page + i, last))));
-      }
-      mbarrier_wait(base + S::kNever, 1);
       if (page == 0) {
-        const float most = fmaxf(most_of(state.x), top);
+        state = make_float2(-infinity(), 0.f);
+        if (lane < kLook && lane < left) state = load_from_l2(s.partial_state + found);
+      }
+      const auto weigh = [&] {
+        if (page) return;
+        float most = state.x;
+#pragma unroll
+        for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, mask));
+        most = fmaxf(most, top);
         const float shift = most == -infinity() ? 0.f : most;
         const float factor = top == -infinity() ? 0.f : exp2_of(top - shift);
         sum *= factor;
@@ -191,37 +146,40 @@ class SharedMerge {
         for (int e = 0; e < 4; ++e) acc[e] *= factor;
         top = most;
         weight = exp2_of(state.x - shift) * state.y;
+      };
+      const auto add = [&](auto round) {
+        constexpr int kCount = decltype(round)::kCount;
+        float4 v[kCount];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const int row = __shfl_sync(kAll, found, min(page + i, last));
+          v[i] = load_from_l2(
+              reinterpret_cast<const float4 *>(values + static_cast<i64>(row) * kD));
+        }
+        mbarrier_wait(base + S::kNever, 1);
+        weigh();
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const float w = __shfl_sync(kAll, weight, page + i);
+          sum += w;
+          acc[0] += w * v[i].x, acc[1] += w * v[i].y, acc[2] += w * v[i].z, acc[3] += w * v[i].w;
+        }
+      };
+      if (at.total <= kFew) {
+        add(Round<kFew>());
+      } else {
+        add(Round<kAtOnce>());
       }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) add(v[i], __shfl_sync(kAll, weight, page + i), sum, acc);
     }
-    store(at, top, sum, acc, lane);
-  }
-
-  __device__ __forceinline__ static void add(const float4 &v, float w, float &sum,
-                                             float (&acc)[4]) {
-    sum += w;
-    acc[0] += w * v.x, acc[1] += w * v.y, acc[2] += w * v.z, acc[3] += w * v.w;
-  }
-
-  __device__ __forceinline__ static float most_of(float x) {
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, mask));
-    return x;
-  }
-
-  __device__ __forceinline__ void store(const Row &at, float top, float sum, const float (&acc)[4],
-                                        int lane) const {
-    const int column = lane * 4;
     float norm = sum == 0.f ? 0.f : __fdividef(1.f, sum), lse = lse_of(top, sum);
     if (p.sink) {
-      const float2 both = with_sink(lse, load_sink(p, at.head));
+      const float2 both = with_sink(lse, load_sink(p, head));
       norm *= both.x, lse = both.y;
     }
-    if (lane == 0) store_lse(p, at.token, at.head, lse);
+    if (lane == 0) store_lse(p, at.token, head, lse);
     if (column >= p.head_dim_v) return;
-    char *const to = p.out + static_cast<i64>(at.token) * p.out_token_stride +
-                     at.head * p.out_head_stride + column * 2;
+    char *const to =
+        p.out + at.token * p.out_token_stride + head * p.out_head_stride + column * 2;
     if (d.out_wide) {
       *reinterpret_cast<uint2 *>(to) =
           make_uint2(pack_pair<V::kCompute>(acc[0] * norm, acc[1] * norm),
@@ -231,6 +189,11 @@ class SharedMerge {
       store_pair(p, to + 4, acc[2] * norm, acc[3] * norm);
     }
   }
+
+  template <int kN>
+  struct Round {
+    static constexpr int kCount = kN;
+  };
 
   __device__ __forceinline__ static float exp2_of(float x) {
     float y;
