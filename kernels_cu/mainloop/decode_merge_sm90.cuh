@@ -248,8 +248,9 @@ class DecodeMerge {
     if (count == 1) spans.owners(piece.first, piece.last, first, count);
     const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
     // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
-    // the grid is no larger than what runs at the same time.
-    const bool shared = all_rows > 1 && count * all_rows > 32 * kWarps &&
+    // the grid is no larger than what runs at the same time. Not of chunks: a block may have several,
+    // and would wait for itself.
+    const bool shared = piece.chunks == 1 && all_rows > 1 && count * all_rows > 32 * kWarps &&
                         count >= 4 * all_rows;
     const int helpers = shared ? all_rows : 1;
     if (threadIdx.x == 0) {
