@@ -1,5 +1,5 @@
 // Scores of one key tile in mma fragments: scale, soft cap, ALiBi, in this order. The result is to
-// base 2.
+// base 2. What is fused is written so: a row has the same bits in every tile and every part of one.
 #pragma once
 
 #include "block/softmax.cuh"
@@ -42,7 +42,7 @@ __device__ __forceinline__ void cap_scores(const Rows<kNarrow> &rows, float soft
         for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
           for (int e = 2 * h; e < 2 * h + 2; ++e) {
-            score[i][n][e] = cap * tanh_fast(score[i][n][e] * scale);
+            score[i][n][e] = __fmul_rn(cap, tanh_fast(score[i][n][e] * scale));
           }
         }
       } else {
@@ -55,8 +55,8 @@ __device__ __forceinline__ void cap_scores(const Rows<kNarrow> &rows, float soft
 #pragma unroll
           for (int e = 2 * h; e < 2 * h + 2; ++e) {
             const float x = score[i][n][e], xx = x * x;
-            score[i][n][e] =
-                x * fmaf(xx, fmaf(xx, fmaf(xx, factor[2], factor[1]), factor[0]), first);
+            score[i][n][e] = __fmul_rn(
+                x, fmaf(xx, fmaf(xx, fmaf(xx, factor[2], factor[1]), factor[0]), first));
           }
         }
       }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void modify_scores(const AttentionParams &p, const Ro
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const float distance = fabsf(static_cast<float>(position - (n * 8 + e)));
-          score[i][n][2 * h + e] = fmaf(score[i][n][2 * h + e], scale, -slope * distance);
+          score[i][n][2 * h + e] = fmaf(-slope, distance, score[i][n][2 * h + e] * scale);
         }
       }
     }
