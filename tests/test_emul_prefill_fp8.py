@@ -128,6 +128,20 @@ def test_scores_beyond_float32_run_the_tile_again():
         assert runs_fp8()
 
 
+@pytest.mark.parametrize("powers", [(96, 99, 100, 101, 104), (120, 124, 125, 126, 127, 128, 131)])
+def test_a_key_that_outgrows_the_weights_of_those_before_it(powers):
+    """One that is walked after 128 others of score 0 has a weight of 2^power against theirs."""
+    case = Case(lengths=((40, 216),), **E4M3)
+    for power in powers:
+        inputs = case.replace(softmax_scale=power * float(np.log(2)) / 64).make()
+        inputs.placed["q"].view[:40] = 0x38  # 1
+        inputs.placed["k"].view[:256] = 0
+        inputs.placed["k"].view[3] = 0x38
+        with emulated("sm_90a", num_sms=2):
+            inputs.check(flash_attn_varlen_func)
+            assert runs_fp8()
+
+
 def test_fp16_results():
     inputs = Case(lengths=((140, 60),), group_size=2, descale=True, **E4M3).make()
     out = np.full(inputs.placed["out"].view.shape, np.nan, np.float16)

@@ -6,7 +6,7 @@
 // is raised by powers of two until the row's sum is below 2^8; that leaves room for later tiles,
 // which keep c: no maximum, no shuffle. Their sums, which are needed anyway, bound each weight;
 // where one exceeds 448, c moves so that the row's largest weight is a power of two, exact in e4m3,
-// and the sum below 2^8 again. Only a weight past float32 is lost: the sum is not finite then.
+// and the sum below 2^8 again. Only from a weight past 2^100 it does not: the sum is infinite then.
 #pragma once
 
 #include "block/soft_cap.cuh"
@@ -18,6 +18,7 @@ struct Fp8Weights {
   static constexpr int kWarpgroupRows = 64;
   static constexpr float kTop = 8.f;  // of weights after a maximum, to base 2
   static constexpr float kLargestWeight = 448.f, kSmallWeight = 64.f;
+  static constexpr float kLargestMove = 0x1p100f;  // from a weight of this size
   static constexpr int kSettled = 4;
 
   const AttentionParams &p;
@@ -206,7 +207,8 @@ struct Fp8Weights {
       const float before = sum[h];
       sum[h] = added[h];
       scale_row(h, factor[h]);
-      sum[h] = fmaf(before, factor[h], sum[h]);
+      // The factor of a larger weight would be flushed to 0.
+      sum[h] = over && top > kLargestMove ? infinity() : fmaf(before, factor[h], sum[h]);
     }
   }
 
