@@ -113,7 +113,7 @@ class DecodeMerge {
   }
 
  private:
-  // Which of the (request, unit) pairs, where segments are cut into chunks; they have one row block.
+  // Which of the (request, unit) pairs, where there are chunks; they have one row block.
   __device__ __forceinline__ int piece_block(const Piece &piece) const {
     return piece.request.index * d.units + piece.unit;
   }
@@ -248,8 +248,8 @@ class DecodeMerge {
     if (count == 1) spans.owners(piece.first, piece.last, first, count);
     const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
     // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
-    // the grid is no larger than what runs at the same time. Not of chunks: a block may have several,
-    // and would wait for itself.
+    // the grid is no larger than what runs at the same time. Not for chunks, of which a block may
+    // have several: it would wait for itself.
     const bool shared = piece.chunks == 1 && all_rows > 1 && count * all_rows > 32 * kWarps &&
                         count >= 4 * all_rows;
     const int helpers = shared ? all_rows : 1;
