@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulator import EmulatedDevice, device_array, emulated
+from emulator import device_array, emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefixes import SHARED, cascade, make_shared, once, shared_cases, through
 from test_cascade import cascade as cascade_of
 from test_cascade import check_cascade, empty_output, shared_case
 
-from cupyflash import AttentionBounds, warmup, workspace_size
+from cupyflash import AttentionBounds, workspace_size
 from cupyflash.prefix_tree import prefix_tree
-from cupyflash.runtime.device import use_device
-from cupyflash.runtime.workspace import scratch_of
+from cupyflash.runtime.shared_plan import make_shared_plan, shared_plans
 from cupyflash.shared_prefix import get_prefix_schedule
 
 KERNEL = "attention_shared"
@@ -27,7 +26,7 @@ def check(case, groups, device, **more):
     assert through(KERNEL, device), [r.symbol for r in device.reports]
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(
     drawn=shared_cases(), order=st.integers(0, 9), num_sms=st.sampled_from([3, 1, 2, 5]),
     most=st.sampled_from([0, 0, 2, 5]),
@@ -38,7 +37,7 @@ def test_any_tree_is_attention(drawn, order, num_sms, most):
 
 
 @pytest.mark.parametrize("groups", [[], ALL, LEVELS, [([1, 3], 80)], [([0], 64), ([1, 2], 16)]])
-@pytest.mark.parametrize("num_sms", [1, 2, 8, 40])
+@pytest.mark.parametrize("num_sms", [1, 2, 12])
 def test_groups_levels_and_outsiders(groups, num_sms):
     with emulated("sm_90", num_sms=num_sms, seed=1) as device:
         check(SHARED, groups, device)
@@ -160,11 +159,10 @@ def test_schedules_for_other_calls_are_refused():
 
 
 @pytest.mark.parametrize("changes", [{}, {"sink": True, "softcap": 5.0}, {"kv_type": "fp16"}])
-@pytest.mark.parametrize("seed", [0, 1])
-def test_a_prefix_of_all(changes, seed):
+def test_a_prefix_of_all(changes):
     kind = {"q_type": changes["kv_type"]} if "kv_type" in changes else {}
     args = shared_case(**changes, **kind)
-    with emulated("sm_90", num_sms=2, seed=seed) as device:
+    with emulated("sm_90", num_sms=2, seed=1) as device:
         check_cascade(args)
         assert [r.symbol.split("_sm90")[0] for r in device.reports] == [
             "schedule_shared",
@@ -205,12 +203,13 @@ def test_a_warm_up_prepares_what_a_capture_needs(levels):
         batch_size=4, max_seqlen_q=1, max_seqlen_k=201, num_heads_q=8, num_heads_kv=2, headdim=128,
         page_size=16, causal=True, prefix_levels=levels,
     )  # fmt: skip
-    device = EmulatedDevice("sm_90a")
-    with use_device(device):
-        warmup(bounds)
-        needed = workspace_size(bounds)
-        names = {variant.source for variant in device.kernels}
-        kernels = {"attention_shared_sm90.cu", "schedule_shared.cu", "find_prefixes.cu"}
-        assert names & kernels == (kernels if levels else set())
-        cascade(*make_shared(SHARED, LEVELS[:2]))
-        assert levels == 0 or scratch_of(device, 0).nbytes >= needed > 1 << 20
+    with emulated("sm_90", num_sms=2) as device:
+        plans = shared_plans(bounds.problem(), device.info, levels)
+        assert {plan.variant.source for plan in plans} == (
+            {"attention_shared_sm90.cu", "schedule_shared.cu", "find_prefixes.cu"}
+            if levels
+            else set()
+        )
+        assert workspace_size(bounds) >= max((p.workspace_bytes for p in plans), default=0)
+        needed = make_shared_plan(bounds.problem(), device.info, max(1, levels))
+        assert levels == 0 or needed.attend.workspace_bytes <= workspace_size(bounds)

@@ -35,8 +35,9 @@ def test_any_tree_is_attention(drawn, most, share):
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("requests", [3, 70, 300])
-@pytest.mark.parametrize("prefix", [16, 1008, 4096])
+@pytest.mark.parametrize(
+    ("requests", "prefix"), [(3, 4096), (3, 16), (70, 1008), (300, 16), (300, 208)]
+)
 def test_many_requests(head_dim, requests, prefix):
     import cupy
 

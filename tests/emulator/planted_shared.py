@@ -12,7 +12,7 @@ from .planted import Planted
 
 __all__ = ["PLANTED_SHARED"]
 
-KERNEL = "attention_shared_sm90.cu"
+KERNEL, SCHEDULE = "attention_shared_sm90.cu", "schedule_shared.cu"
 _PAIR = SHARED.replace(lengths=((1, 420), (1, 300)), num_heads_kv=1, head_dim=64)
 _FULL = SHARED.replace(lengths=((1, 470),) * 20, num_heads_kv=1, head_dim=64)  # two warpgroups
 _LONG = _FULL.replace(lengths=((1, 1200),) * 20)  # more blocks than stages
@@ -40,7 +40,7 @@ def _body(function: str) -> str:
 PLANTED_SHARED = [
     PlantedShared("shared: nothing", KERNEL, "", "", _FULL),
     PlantedShared("shared: nothing, in turns", KERNEL, "", "", _PAIR),
-    PlantedShared("shared: nothing, some leave", KERNEL, "", "", _SHORT, keys=64),
+    PlantedShared("shared: nothing, some leave", SCHEDULE, "", "", _SHORT, keys=64),
     PlantedShared("shared: no wait for keys", KERNEL, r"mbarrier_wait\(base \+ S::kKeyFull \+ 8 \* slot, phase\);(\s*wgmma_fence)", r"\1", _FULL),
     PlantedShared("shared: no wait for values", KERNEL, _body("wait_for_values"), r"\1 {}", _FULL),
     PlantedShared("shared: values of the wrong phase", KERNEL, r"before > slot \? 1u : 0u", "before > slot ? 0u : 1u", _PAIR),
@@ -53,6 +53,6 @@ PLANTED_SHARED = [
     PlantedShared("shared: counter without order", KERNEL, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _FULL),
     PlantedShared("shared: own keys of the wrong phase", KERNEL, r"(mbarrier_wait\(barrier \+ stage \* 8, parity)\);", r"\1 ^ 1);", _FULL),
     PlantedShared("shared: own keys are refilled too early", KERNEL, r"__syncwarp\(\);(\s*ask\(stage\))", r"\1", _FULL.replace(lengths=((1, 900),) * 20)),
-    PlantedShared("shared: keys that a row does not see", KERNEL, r"node\[l\]\.y <= seen\)", "node[l].y <= kv_len)", _SHORT, keys=64),
-    PlantedShared("shared: the table row of one that left", KERNEL, r"x\.tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
+    PlantedShared("shared: keys that a row does not see", SCHEDULE, r"node\[l\]\.y <= seen\)", "node[l].y <= kv_len)", _SHORT, keys=64),
+    PlantedShared("shared: the table row of one that left", SCHEDULE, r"x\.tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
 ]  # fmt: skip
