@@ -10,8 +10,7 @@
 #include "block/softmax.cuh"
 #include "mainloop/latent_tiles_sm90.cuh"
 
-constexpr int kTurnStep = 0;  // of a tile's values, before which they wait for their turn
-constexpr float kSlack = 8.f;
+constexpr float kSlack = 8.f;  // log2 of the largest weight before sums are rescaled
 
 template <class V>
 struct LatentScores {
@@ -290,16 +289,12 @@ struct LatentValues {
         matrix_descriptor(uniform_lane(tiles.panel(stage, kLatentPanels)), 16, 1024);
     const u64 values = matrix_descriptor(uniform_lane(tiles.panel(stage, half * kHalfPanels)),
                                          kPanelBytes, 1024);
-    if (kTurnStep == 0 && more) {
+    if (more) {
       mbarrier_wait(shared_address(&tiles.rest().scored[next.stage]), next.parity);
     }
     wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kLatentKeys / 16; ++i) {
-      if (i == kTurnStep && i > 0 && more) {
-        wgmma_commit();
-        mbarrier_wait(shared_address(&tiles.rest().scored[next.stage]), next.parity);
-      }
       Wgmma<kColumns>::template shared_columns<V::kCompute>(acc, weights + i * 2,
                                                             values + i * 2048 / 16, 1);
     }
