@@ -82,6 +82,7 @@ class Rules:
     tile_time: float = 0.0
     tile_floor: float = 0.0
     pair_time: float = 0.0
+    counters: int = 0
 
     def segments(self):
         """(request, tiles) of every segment that has tiles, in the order of the line."""
@@ -172,9 +173,10 @@ class SpanProbe:
         program = self.programs["schedule.cu"]
         self.device.run(program, (1,), (1024,), 0, (attention, decode), arrays)
 
-    def clear(self, spans: int, arrivals: np.ndarray) -> None:
+    def clear(self, arrivals: np.ndarray) -> None:
         """What ``schedule.cu`` does without a table."""
-        decode = self._decode(Rules([], [], spans=spans), 0, arrivals.ctypes.data)
+        rules = Rules([], [], counters=len(arrivals))
+        decode = self._decode(rules, 0, arrivals.ctypes.data)
         attention = ATTENTION_PARAMS.pack(*[0] * len(ATTENTION_PARAMS.names))
         program = self.programs["schedule.cu"]
         self.device.run(program, (1,), (1024,), 0, (attention, decode), [arrivals])

@@ -11,8 +11,8 @@ SEEDS = range(20)
 SCHEDULE, SPANS = "schedule.cu", "block/spans.cuh"
 BUGS = {
     "nothing": None,
-    "one counter is not cleared": (SCHEDULE, "i < d.spans;", "i < d.spans - 1;"),
-    "one counter too many": (SCHEDULE, "i < d.spans;", "i <= d.spans;"),
+    "one counter is not cleared": (SCHEDULE, "i < d.counters;", "i < d.counters - 1;"),
+    "one counter too many": (SCHEDULE, "i < d.counters;", "i <= d.counters;"),
     "requests past the last": (SCHEDULE, "min(p.batch, begin + kStep)", "begin + kStep"),
     "a request left out between steps": (SCHEDULE, "begin += kStep", "begin += kStep + 1"),
     "earlier steps are forgotten": (
@@ -58,7 +58,7 @@ def test_emul_catches_what_is_planted_in_the_schedule(bug, tmp_path):
         probe.device.seed = seed
         try:
             arrivals = device_array(5, np.int32)
-            probe.clear(5, arrivals)
+            probe.clear(arrivals)
             right = not arrivals.any()
             right &= all(probe.table(rules) == tiles_before(rules) for rules in BATCHES)
         except EmulatorError:
