@@ -1,5 +1,5 @@
-// The first warpgroup of the Hopper prefill: one warp claims tiles and loads queries, one loads
-// keys, one values, one stores results. Shared memory, its barriers, and what travels through it.
+// The first warpgroup of the Hopper prefill: one warp claims tiles and loads queries, one loads keys,
+// one values, one stores results. Shared memory, its barriers, and what travels through it.
 #pragma once
 
 #include "arch/mma_sm80.cuh"
@@ -158,9 +158,7 @@ struct PrefillLoader {
   template <int kPanels>
   __device__ __forceinline__ void load_boxes(const TensorMap *map, const PrefillTile &t, int n,
                                              const Box &first, u32 to, u32 barrier) const {
-    if (first_key<kPanels>(lane) < kKeys) {
-      load_box<kPanels>(map, lane, first, t.kv_head, to, barrier);
-    }
+    if (first_key<kPanels>(lane) < kKeys) load_box<kPanels>(map, lane, first, t.kv_head, to, barrier);
     if (x.box_keys * 32 < kKeys * kPanels) {
 #pragma unroll 1
       for (int i = lane + 32; first_key<kPanels>(i) < kKeys; i += 32) {
@@ -232,8 +230,7 @@ struct PrefillLoader {
     return x.most_skipped ? 0 : static_cast<int>(gridDim.x);
   }
 
-  // Each item, and each block that was dealt none, claims one: the counter is 0 again after the
-  // last.
+  // Each item, and each block that was dealt none, claims one: the counter is 0 again after the last.
   __device__ __forceinline__ int claim(int items) const {
     const u32 claims = items + gridDim.x - count_dealt();
     return lane == 0 ? static_cast<int>(atomicInc(x.counter, claims - 1)) : 0;
@@ -259,8 +256,8 @@ struct PrefillLoader {
     }
     __syncwarp();
     if (found && lane < S::kPanels) {
-      tma_load3(shared.queries(q.slot) + lane * kTileRows * 128, maps.q, lane * 64, head, token,
-                full);
+      tma_load3(shared.queries(q.slot) + lane * kTileRows * 128, maps.q, lane * 64,
+                head, token, full);
     }
     q.next();
   }

@@ -51,8 +51,8 @@ struct OutputRow {
     return test;
   }
 
-  // Even lanes take the first of two groups of 8 columns, odd ones the second: stores of 8 bytes,
-  // 32 a row. Returns 0, or NaN where anything is not finite.
+  // Even lanes take the first of two groups of 8 columns, odd ones the second: stores of 8 bytes, 32 a
+  // row. Returns 0, or NaN where anything is not finite.
   template <ScalarType kType, int kDv>
   __device__ __forceinline__ u32 store_columns(bool inside, float norm, int half,
                                                const float (&o)[kDv / 2]) const {
@@ -83,9 +83,8 @@ __device__ __forceinline__ float sum_pairs(u32 pair) {
   return both.x + both.y;
 }
 
-// 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a
-// row with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not
-// finite.
+// 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a row
+// with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not finite.
 template <ScalarType kType, int kDv>
 __device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const float (&norm)[2],
                                             const float (&o)[kDv / 2]) {
