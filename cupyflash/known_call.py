@@ -117,6 +117,10 @@ def keep_known(
         return
     given = _with_schedule(given, scheduler_metadata)
     key = _key(given, options)
+    try:
+        hash(key)
+    except TypeError:  # a scale may be an array without dimensions
+        return
     if key is not None:
         if len(_known) >= _MOST_CALLS:
             _known.clear()

@@ -246,6 +246,13 @@ def test_a_schedule_is_for_the_bounds_of_its_call(gpu):
     assert launches(gpu, call(scheduler_metadata=schedule().buffer)) == first
 
 
+def test_a_scale_in_an_array_is_a_scale_each_time(gpu):
+    calls = [
+        launches(gpu, call(softmax_scale=scale)) for scale in (2.0, np.array(2.0), np.array(2.0))
+    ]
+    assert calls[0] == calls[1] == calls[2]
+
+
 def test_a_key_of_cupys_own_arrays():
     cupy = pytest.importorskip("cupy")
     host = np.zeros(1 << 12, np.uint8)
