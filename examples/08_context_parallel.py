@@ -193,7 +193,7 @@ def bench_line(rank: Rank, requests: int, length: int, heads: str) -> str:
     rank.lengths += 1
     arguments = rank.attend_arguments(rank.heads_of(q, group.rank, heads), k, v, 1, context)
     arguments["heads"] = heads
-    alone = rank.alone_arguments(q, 1)
+    alone = {**rank.alone_arguments(q, 1), "out": xp.empty_like(q)}
     times: dict[str, list[float]] = {"one": [], "all": []}
     replays = {
         "all": captured(group, xp, lambda: context_parallel_attention(**arguments)[0]),
