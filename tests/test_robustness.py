@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import os
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -213,7 +214,9 @@ def test_two_thousand_calls_of_twenty_shapes_leave_memory_flat():
             for args in calls:
                 cf.flash_attn_varlen_func(**args, return_softmax_lse=True)
         cp.cuda.Device().synchronize()
-        return pool.used_bytes(), pool.total_bytes(), cp.cuda.runtime.memGetInfo()[0]
+        # What is free on the GPU says nothing where other processes of the tests use it.
+        free = None if "PYTEST_XDIST_WORKER" in os.environ else cp.cuda.runtime.memGetInfo()[0]
+        return pool.used_bytes(), pool.total_bytes(), free
 
     first = rounds(5)
     tracemalloc.start()
