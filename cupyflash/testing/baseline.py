@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from .oracle import visible
 from .requests import Float64, requests, to_numpy, unowned
 from .rounding import round_to
+from .tensor_core import eight_bit_products
 
 __all__ = ["attention_baseline", "merge_baseline", "varlen_baseline"]
 
@@ -20,6 +21,7 @@ PHASES = (0.0, 0.25, 0.5, 0.75)
 
 _LARGEST_SUM = 256.0  # of 8-bit weights of _BLOCK keys
 _BLOCK = 128
+_MODELLED = 1 << 16  # scores of a head that are added up as tensor cores do it
 
 
 def attention_baseline(
@@ -36,13 +38,16 @@ def attention_baseline(
     alibi_slopes: Any = None,
     s_aux: Any = None,
     p_phase: float = 0.0,
+    descales: tuple[Float64, Float64] | None = None,
 ) -> tuple[NDArray[Any], Float32]:
     """Attention of one sequence in float32, with P rounded to ``p_dtype`` before it meets V.
 
     Parameters are those of ``attention_oracle``; the result is rounded to ``out_dtype``. Of an
     8-bit ``p_dtype`` the range is short: a row's weights are scaled so that no 128 keys in a row
     have a larger sum than 256, and the largest weight is at most 256; then lowered by the part
-    ``p_phase`` of a power of two, as which weights are exact depends on it.
+    ``p_phase`` of a power of two, as which weights are exact depends on it. Scores are then sums of
+    8-bit products too, over ``descales`` of q and k, as tensor cores add them up: for some rows,
+    the largest scores among them, and for a phase of 0.
 
     Returns
     -------
@@ -50,6 +55,7 @@ def attention_baseline(
     lse : float32 [num_heads_q, seqlen_q]
         From the sum of the weights before they are rounded, as kernels keep it.
     """
+    exact = np.asarray(q, np.float64), np.asarray(k, np.float64)
     q, k, v = (np.asarray(x, np.float32) for x in (q, k, v))
     (seqlen_q, heads, head_dim), (seqlen_k, kv_heads) = q.shape, k.shape[:2]
     scale = np.float32(head_dim**-0.5 if softmax_scale is None else softmax_scale)
@@ -60,6 +66,11 @@ def attention_baseline(
     for head in range(heads):
         kv_head = head // (heads // kv_heads)
         score: Float32 = (q[:, head] * scale) @ k[:, kv_head].T
+        if descales is not None and p_phase == 0 and score.size:
+            rows = _exposed_rows(score)
+            by = [float(each[kv_head]) or 1.0 for each in descales]
+            stored = exact[0][rows, head] / by[0], exact[1][:, kv_head] / by[1]
+            score[rows] = eight_bit_products(*stored) * (by[0] * by[1] * float(scale))
         if softcap > 0:
             score = np.float32(softcap) * np.tanh(score / np.float32(softcap))
         if alibi_slopes is not None:
@@ -87,6 +98,16 @@ def _round_weights(p: Float32, dtype: Any, phase: float) -> Float32:
     scale = (_LARGEST_SUM * 2.0**-down).astype(np.float32)
     rounded: Float32 = round_to(p * scale, dtype).astype(np.float32) / scale
     return rounded
+
+
+def _exposed_rows(score: Float32) -> NDArray[np.intp]:
+    """Rows to model: those with the largest scores, and evenly spread ones."""
+    count = max(8, _MODELLED // score.shape[1])
+    if count >= len(score):
+        return np.arange(len(score))
+    largest = np.nan_to_num(np.abs(score).max(axis=1), nan=0.0, posinf=0.0)
+    spread = np.linspace(0, len(score) - 1, count // 2).astype(np.intp)
+    return np.union1d(np.argsort(largest)[-(count // 2) :], spread)
 
 
 def _distance(seqlen_q: int, seqlen_k: int) -> Float32:
@@ -121,6 +142,7 @@ def varlen_baseline(
             p_dtype=p_dtype,
             out_dtype=out_dtype,
             p_phase=p_phase,
+            descales=request.descales if np.dtype(p_dtype).itemsize == 1 else None,
             **request.options,
         )
     return out, lse

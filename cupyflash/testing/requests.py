@@ -32,6 +32,8 @@ class Request:
     k, v : float64 [seqlen_k, num_heads_kv, head_dim(_v)]
     options : dict
         Keyword arguments of ``attention_oracle``.
+    descales : (float64 [num_heads_kv], float64 [num_heads_kv])
+        That q and k were multiplied by.
     """
 
     rows: slice
@@ -39,6 +41,7 @@ class Request:
     k: Float64
     v: Float64
     options: dict[str, Any]
+    descales: tuple[Float64, Float64]
 
 
 def to_numpy(array: Any) -> NDArray[Any]:
@@ -115,6 +118,7 @@ def requests(
                 **options,
                 "alibi_slopes": slopes[i] if slopes is not None and slopes.ndim == 2 else slopes,
             },
+            (scale_q[i], scale_k[i]),
         )
 
 
