@@ -22,7 +22,8 @@ DeepSeek-V3 (arXiv:2412.19437, section 3.3.2) reports 14 bits in all for Hopper'
 def eight_bit_products(q: Any, k: Any) -> Float64:
     """``q @ k.T``, in steps of 32 elements whose addends lose what is below 13 bits of the largest.
 
-    Within 1 % of the errors that an H200 made of log-sum-exps (3.1e-4 at 6 for normal data).
+    Bit for bit what an H200 returned for random values (``wgmma_fp8_real`` of the emulator's
+    conformance cases).
 
     Parameters
     ----------
@@ -31,20 +32,21 @@ def eight_bit_products(q: Any, k: Any) -> Float64:
         As they are stored: where a binade ends depends on descales.
     """
     q, k = np.asarray(q, np.float64), np.asarray(k, np.float64)
+    high = _exponent(q), _exponent(k)
     total = np.zeros((len(q), len(k)))
     for start in range(0, q.shape[1], _STEP):
         part = slice(start, start + _STEP)
-        addends = q[:, None, part] * k[None, :, part]
-        addends = np.concatenate([addends, total[..., None]], axis=-1)
-        quantum = _quantum(np.abs(addends).max(axis=-1))
+        addends = np.concatenate([q[:, None, part] * k[None, :, part], total[..., None]], axis=-1)
+        # The exponent of a product is the sum of those of its factors, wherever its leading bit is.
+        top = (high[0][:, None, part] + high[1][None, :, part]).max(axis=-1)
+        quantum = np.exp2(np.maximum(top, _exponent(total)) - _FRACTION_BITS)
         summed = np.trunc(addends / quantum[..., None]).sum(axis=-1) * quantum
-        quantum = _quantum(np.abs(summed))
+        quantum = np.exp2(_exponent(summed) - _FRACTION_BITS)
         total = np.trunc(summed / quantum) * quantum
     return total
 
 
-def _quantum(largest: Float64) -> Float64:
-    """What the last bit that is kept is worth."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        exponent = np.floor(np.log2(np.where(largest > 0, largest, 1.0)))
-    return np.asarray(np.exp2(exponent - _FRACTION_BITS), np.float64)
+def _exponent(values: Float64) -> Float64:
+    """Of the leading bit; far below all others for 0."""
+    size = np.where(values != 0, np.abs(values), 2.0**-200)
+    return np.asarray(np.floor(np.log2(size)), np.float64)
