@@ -132,5 +132,4 @@ def cases():
     real = np.where((real >> 7 & 255) < 120, 0x3F80, real).astype(np.uint16)
     yield wgmma("wgmma_bf16_real", 64, data=real.view(np.uint8), compare=(np.float32, 2e-5, 1e-3))
     raw = hashed(SMEM, np.uint8, 74) & 0xBF
-    compare = (np.float32, 5e-3, 0.25)
-    yield wgmma("wgmma_fp8_real", 64, "e4m3.e4m3", data=raw, compare=compare)
+    yield wgmma("wgmma_fp8_real", 64, "e4m3.e4m3", data=raw)

@@ -1,4 +1,6 @@
 // wgmma: each of the four warps of a warpgroup computes its 16 rows, when its group is waited for.
+#include <cmath>
+
 #include "matmul.h"
 #include "vm.h"
 
@@ -111,6 +113,42 @@ static void load_b(Warp& w, const WgmmaOp& op, float (*b)[kMaxN]) {
   }
 }
 
+// c + a * b as 8-bit tensor cores add it up: products and c are cut towards zero at 13 bits below the
+// highest exponent, which of a product is the sum of its factors' exponents; then the sum is.
+static int exponent(float x) { return int(as_bits(x) >> 23 & 255) - 127; }  // -127 for 0
+static float cut_sum(float c, const float* a, const int* high, const float* b, const int (*low)[kMaxN], int count) {
+  float x[33], plain = c;
+  int top = exponent(c);
+  for (int k = 0; k < count; k++) {
+    x[k] = a[k] * b[k * kMaxN];
+    const int e = high[k] + low[k][0];
+    if (x[k] != 0.f && e > top) top = e;
+    plain += x[k];
+  }
+  if (!std::isfinite(plain) || top == -127) return plain;
+  x[count] = c;
+  const float up = std::ldexp(1.f, 13 - top);
+  int sum = 0;
+  for (int k = 0; k <= count; k++) sum += int(x[k] * up);
+  if (!sum) return 0.f;
+  const int spare = 31 - __builtin_clz(unsigned(std::abs(sum))) - 13;
+  if (spare > 0) sum = sum / (1 << spare) * (1 << spare);
+  return std::ldexp(float(sum), top - 13);
+}
+
+template <int K>
+static void cut_mma(int n, float (*c)[kMaxN], const float (*a)[K], const float (*b)[kMaxN]) {
+  int high[16][K];
+  static thread_local int low[K][kMaxN];
+  for (int row = 0; row < 16; row++)
+    for (int k = 0; k < K; k++) high[row][k] = exponent(a[row][k]);
+  for (int k = 0; k < K; k++)
+    for (int q = 0; q < n; q++) low[k][q] = exponent(b[k][q]);
+  for (int row = 0; row < 16; row++)
+    for (int q = 0; q < n; q++)
+      c[row][q] = cut_sum(c[row][q], a[row], high[row], &b[0][q], reinterpret_cast<const int(*)[kMaxN]>(&low[0][q]), K);
+}
+
 // Registers of two fp16 values: row and first column of each.
 template <class F>
 static void each_half(Warp& w, const int32_t* acc, int n, F f) {
@@ -144,7 +182,11 @@ static void compute(Warp& w, const WgmmaOp* const* ops, size_t count) {
       for (auto& row : c) std::fill_n(row, n, 0.f);
     load_a<EA, K>(w, *ops[i], a);
     load_b<EB, K>(w, *ops[i], b);
-    tile_mma<K, kMaxN>(n, c, a, b);
+    if (EA::kBits == 8 && !half) {
+      cut_mma<K>(n, c, a, b);
+    } else {
+      tile_mma<K, kMaxN>(n, c, a, b);
+    }
   }
   if (half) {
     each_half(w, acc, n, [&](uint32_t& r, int row, int col) {
