@@ -15,6 +15,7 @@ from cupyflash import find_prefix_tree
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.cascade import merge_attn_states
 from cupyflash.kv_cache import reshape_and_cache_flash
+from cupyflash.quantize import quantize_fp8
 from cupyflash.scheduler_metadata import get_scheduler_metadata
 from cupyflash.testing import Case
 
@@ -73,6 +74,12 @@ def write() -> None:
     assert caches[0].sum() == 2 * 2 * 64
 
 
+def quantize() -> None:
+    bits, scale = quantize_fp8(device_array((3, 2, 64), np.float16, 2.0))
+    assert (bits == 0x7E).all()  # 448, the largest
+    assert scale[0] == np.float32(2 / 448)
+
+
 RUNS: list[tuple[str, Callable[[], None]]] = [
     ("sm_80", lambda: attend(PAGED, num_splits=2)),
     ("sm_80", lambda: attend(PACKED)),
@@ -83,6 +90,8 @@ RUNS: list[tuple[str, Callable[[], None]]] = [
     ("sm_80", lambda: attend(LATENT)),
     ("sm_90", latent_on_hopper),
     ("sm_90", shared),
+    ("sm_90a", lambda: attend(PACKED.replace(q_type="e4m3", kv_type="e4m3"))),
+    ("sm_90", quantize),
     ("sm_80", merge),
     ("sm_90", write),
 ]
