@@ -90,7 +90,7 @@ _STEP = Case(lengths=((1, 400), (1, 90)), num_heads_kv=2, group_size=2, head_dim
              causal=True, q_type="bf16", kv_type="bf16")  # fmt: skip
 _MIXED = _STEP.replace(lengths=((1, 250), (20, 60), (1, 40), (17, 0)))
 _LONG = _STEP.replace(lengths=((1, 2500),), num_heads_kv=1, group_size=8)
-_SHARED = _STEP.replace(lengths=((1, 5000),), num_heads_kv=1, group_size=4)  # a merge of many
+_SHARED = _STEP.replace(lengths=((1, 9000),), num_heads_kv=1, group_size=8)  # a merge of many
 
 
 def _wait(barrier: str) -> str:
