@@ -302,12 +302,13 @@ class Made:
 
     def expected(self, **changes):
         args = {**self.arguments(), **changes}
-        precision = weight_precision(
-            **{n: self.path.array(a) if isinstance(a, np.ndarray) else a for n, a in args.items()},
-            max_seqlen_q=max(self.case.q_lens),
-            max_seqlen_k=max(self.case.kv_lens),
-        )
+        precision = self.precision(args, max(self.case.q_lens), max(self.case.kv_lens))
         return expect_attention(**args, out_dtype=self.case.dtype, **precision)
+
+    def precision(self, args, max_seqlen_q, max_seqlen_k):
+        """That of the weights in the kernels which serve a call."""
+        there = {n: self.path.array(a) if isinstance(a, np.ndarray) else a for n, a in args.items()}
+        return weight_precision(**there, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
 
 
 def address(path, array):

@@ -81,7 +81,11 @@ def check_cascade(made, out, prefix):
         "s_aux": None,
     }
     kind = DTYPES[case.dtype]
-    parts = [expect_attention(**{**args, **part}, out_dtype=kind) for part in (first, own)]
+    sizes = ((tokens, prefix), (max(case.q_lens), max(case.kv_lens) - prefix))
+    parts = [
+        expect_attention(**part, out_dtype=kind, **made.precision(part, *size))
+        for part, size in zip(({**args, **first}, {**args, **own}), sizes, strict=True)
+    ]
     low = [(part.out_baseline, part.lse_baseline) for part in parts]
     whole = made.expected()
     replace(whole, out_baseline=merge_baseline(*low, out_dtype=kind)[0]).check(out)
