@@ -139,3 +139,12 @@ large_path = pytest.fixture(params=_params(LARGE_PATHS), name="large_path")(_pat
 merge_path = pytest.fixture(params=_params(MERGE_PATHS), name="merge_path")(_path)
 write_path = pytest.fixture(params=_params(WRITE_PATHS), name="write_path")(_path)
 step_path = pytest.fixture(params=_params(STEP_PATHS), name="step_path")(_path)
+
+
+@pytest.fixture
+def hopper_gpu() -> None:
+    """For tests of what runs on a GPU of compute capability 9.0 alone."""
+    from cupyflash.fa_version import is_fa_version_supported
+
+    if not is_fa_version_supported(3):
+        pytest.skip("version 3 needs compute capability 9.0")

@@ -8,7 +8,7 @@ import pytest
 from emulator import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_fp8 import fp8_cases
+from prefill import TILES, fp8_cases
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.explain import explain
@@ -30,19 +30,14 @@ def test_any_case_in_any_order_of_warps(case, order, num_splits):
         assert runs_fp8()
 
 
-TILES = {
-    "ragged": Case(lengths=((129, 0), (5, 200), (0, 3), (64, -3)), num_heads_kv=2, descale=True),
-    "causal": Case(lengths=((130, 30), (200, 0)), group_size=2, causal=True, page_size=16),
-    "window": Case(lengths=((200, 300),), group_size=4, window_size=(150, 0), page_size=32),
-    "both": Case(lengths=((140, 100),), group_size=3, window_size=(20, 30), sink=True),
-}
+CASES = {**TILES, "ragged": TILES["ragged"].replace(descale=True)}
 
 
 @pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "ascending_v"])
-@pytest.mark.parametrize("name", TILES)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 80)])
 def test_every_tile(head_dims, name, pattern):
-    case = TILES[name].replace(
+    case = CASES[name].replace(
         head_dim=head_dims[0], head_dim_v=head_dims[1], pattern=pattern, **E4M3
     )
     with emulated("sm_90a", num_sms=2):

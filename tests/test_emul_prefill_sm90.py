@@ -6,42 +6,11 @@ import pytest
 from emulator import emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefill import TILES, prefill_cases
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.runtime.device import active_device
 from cupyflash.testing import Case
-from cupyflash.testing.strategies import cases
-
-BORDERS = sorted({n + d for n in (16, 64, 80, 128, 192, 256) for d in (-1, 0, 1)})
-CONTEXTS = st.one_of(st.integers(0, 20), st.sampled_from(BORDERS), st.integers(-5, -1))
-
-
-def lengths(most_requests=3):
-    """At least one request of more rows than the decode kernel takes."""
-    q_len = st.one_of(st.sampled_from([1, 0, 63, 64, 65, 127, 128, 129]), st.integers(2, 70))
-    some = st.lists(st.tuples(q_len, CONTEXTS), max_size=most_requests - 1)
-    many = st.tuples(st.sampled_from([17, 64, 127, 128, 129, 130]), CONTEXTS)
-    return st.tuples(some, many).map(lambda drawn: (*drawn[0], drawn[1]))
-
-
-@st.composite
-def prefill_cases(draw, most_requests=3, **fixed):
-    """Cases that the kernel takes: 16-bit types, pages from 16, rows at multiples of 16 bytes."""
-    head_dim = draw(st.sampled_from([64, 128, 8, 80, 96, 192, 256]))
-    kind = draw(st.sampled_from(["bf16", "fp16"]))
-    case = draw(
-        cases(
-            lengths=lengths(most_requests),
-            num_heads_kv=st.sampled_from([1, 2]),
-            group_size=st.sampled_from([1, 2, 3, 4, 8]),
-            head_dim=head_dim,
-            head_dim_v=st.sampled_from([None, None, 64, 128]),
-            page_size=st.sampled_from([None, 16, 24, 32, 48, 64, 256]),
-            layout=st.sampled_from(["NHD", "HND"]),
-            **fixed,
-        )
-    )
-    return case.replace(q_type=kind, kv_type=kind, descale=False)
 
 
 def runs_prefill():
@@ -54,14 +23,6 @@ def test_any_case_in_any_order_of_warps(case, order, num_splits):
     with emulated("sm_90a", num_sms=2, seed=order):
         case.make().check(flash_attn_varlen_func, num_splits=num_splits)
         assert runs_prefill()
-
-
-TILES = {
-    "ragged": Case(lengths=((129, 0), (5, 200), (0, 3), (64, -3)), num_heads_kv=2),
-    "causal": Case(lengths=((130, 30), (200, 0)), group_size=2, causal=True, page_size=16),
-    "window": Case(lengths=((200, 300),), group_size=4, window_size=(150, 0), page_size=32),
-    "both": Case(lengths=((140, 100),), group_size=3, window_size=(20, 30), sink=True),
-}
 
 
 @pytest.mark.parametrize("name", TILES)

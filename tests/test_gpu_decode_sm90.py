@@ -11,16 +11,9 @@ from test_emul_decode_sm90 import PLAIN, decode_cases
 from test_emul_invariant_sm90 import CASES
 
 from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.fa_version import is_fa_version_supported
 from cupyflash.testing import Case
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    if not is_fa_version_supported(3):
-        pytest.skip("version 3 needs compute capability 9.0")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 @settings(max_examples=200)

@@ -13,20 +13,13 @@ from test_emul_mixed_sm90 import MIXED
 
 from cupyflash import hopper
 from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.fa_version import is_fa_version_supported
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 LARGE = MIXED.replace(
     lengths=(*((1, 37 * i % 3000) for i in range(40)), (300, 1000), (400, 0), (4, 900)),
     num_heads_kv=2, head_dim=128,
 )  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    if not is_fa_version_supported(3):
-        pytest.skip("version 3 needs compute capability 9.0")
 
 
 def plans_in_sequence(call, device, limit):

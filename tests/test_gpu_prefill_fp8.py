@@ -6,23 +6,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill_fp8 import fp8_cases
+from prefill import LONG, check_repeats, fp8_cases
 from test_emul_attention import bits
 
 from cupyflash import quantize_fp8
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.explain import explain
-from cupyflash.fa_version import is_fa_version_supported
 from cupyflash.testing import Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 E4M3 = {"q_type": "e4m3", "kv_type": "e4m3"}
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    if not is_fa_version_supported(3):
-        pytest.skip("version 3 needs compute capability 9.0")
 
 
 @settings(max_examples=100)
@@ -38,22 +31,19 @@ def test_any_case(case, num_splits, share):
     assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
 
 
-LONG = {
-    "causal": Case(lengths=((1100, 900),), num_heads_kv=1, group_size=2, causal=True),
-    "ragged": Case(lengths=tuple((n, n // 3) for n in (900, 17, 128, 0, 500, 129, 3, 64))),
-    "window": Case(lengths=((1500, 0),), window_size=(300, 0), page_size=16),
-    "chunk": Case(lengths=((256, 3000), (130, 2000)), group_size=4, causal=True, page_size=16),
+CASES = {
+    **LONG,
     "cap": Case(lengths=((700, 900),), softcap=20.0, causal=True, page_size=64, sink=True),
 }
 
 
 @pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "one_hot"])
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("name", CASES)
 def test_long_requests(name, head_dim, pattern):
     import cupy
 
-    case = LONG[name].replace(head_dim=head_dim, pattern=pattern, descale=True, **E4M3)
+    case = CASES[name].replace(head_dim=head_dim, pattern=pattern, descale=True, **E4M3)
     inputs = case.make(cupy)
     assert explain(**inputs.args).kernels.startswith("Hopper 8-bit prefill")
     inputs.check(flash_attn_varlen_func, fa_version=3)
@@ -70,21 +60,7 @@ def test_scores_beyond_float32_run_the_tile_again():
 
 
 def test_repeats_are_equal_bit_for_bit():
-    import cupy
-
-    case = Case(lengths=((700, 300), (129, 0), (17, 2000)), num_heads_kv=2, group_size=4,
-                causal=True, head_dim=128, page_size=16, **E4M3)  # fmt: skip
-    inputs = case.make(cupy)
-    first = bits(inputs.call(flash_attn_varlen_func, fa_version=3))
-    out, lse = (inputs.placed[name].view for name in ("out", "lse"))
-    right_out, right_lse = out.copy(), lse.copy()
-    differs = cupy.zeros((), cupy.bool_)
-    for _ in range(1000):
-        flash_attn_varlen_func(**inputs.args, out=out, lse=lse, fa_version=3)
-        differs |= (out.view(cupy.uint16) != right_out.view(cupy.uint16)).any()
-        differs |= (lse.view(cupy.uint32) != right_lse.view(cupy.uint32)).any()
-    assert not bool(differs)
-    assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == first
+    check_repeats(1000, **E4M3)
 
 
 def test_sums_of_128k_keys_keep_their_value():

@@ -7,22 +7,14 @@ import os
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prefill import LONG, check_repeats, prefill_cases
 from test_emul_attention import bits
-from test_emul_prefill_sm90 import prefill_cases
 from test_emul_prefill_sm90_shift import built
 
 from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.fa_version import is_fa_version_supported
-from cupyflash.testing import Case
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 EXAMPLES = int(os.environ.get("CUPYFLASH_GPU_EXAMPLES", "200"))
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    if not is_fa_version_supported(3):
-        pytest.skip("version 3 needs compute capability 9.0")
 
 
 @settings(max_examples=EXAMPLES)
@@ -36,14 +28,6 @@ def test_any_case(case, num_splits, share):
     first = inputs.call(flash_attn_varlen_func, **options)
     inputs.expected().check(*first)
     assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
-
-
-LONG = {
-    "causal": Case(lengths=((1100, 900),), num_heads_kv=1, group_size=2, causal=True),
-    "ragged": Case(lengths=tuple((n, n // 3) for n in (900, 17, 128, 0, 500, 129, 3, 64))),
-    "window": Case(lengths=((1500, 0),), window_size=(300, 0), page_size=16),
-    "chunk": Case(lengths=((256, 3000), (130, 2000)), group_size=4, causal=True, page_size=16),
-}
 
 
 @pytest.mark.parametrize("head_dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)])
@@ -70,18 +54,4 @@ def test_scores_that_outgrow_the_shift(pattern, kind):
 
 
 def test_repeats_are_equal_bit_for_bit():
-    import cupy
-
-    case = Case(lengths=((700, 300), (129, 0), (17, 2000)), num_heads_kv=2, group_size=4,
-                causal=True, head_dim=128, q_type="bf16", kv_type="bf16", page_size=16)  # fmt: skip
-    inputs = case.make(cupy)
-    first = bits(inputs.call(flash_attn_varlen_func, fa_version=3))
-    out, lse = (inputs.placed[name].view for name in ("out", "lse"))
-    right_out, right_lse = out.copy(), lse.copy()
-    differs = cupy.zeros((), cupy.bool_)
-    for _ in range(10_000):
-        flash_attn_varlen_func(**inputs.args, out=out, lse=lse, fa_version=3)
-        differs |= (out.view(cupy.uint16) != right_out.view(cupy.uint16)).any()
-        differs |= (lse.view(cupy.uint32) != right_lse.view(cupy.uint32)).any()
-    assert not bool(differs)
-    assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == first
+    check_repeats(10_000, q_type="bf16", kv_type="bf16")

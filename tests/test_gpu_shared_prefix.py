@@ -9,17 +9,10 @@ from hypothesis import strategies as st
 from prefixes import SHARED, cascade, make_shared, once, shared_cases
 from test_emul_attention import bits
 
-from cupyflash.fa_version import is_fa_version_supported
 from cupyflash.prefix_tree import prefix_tree
 from cupyflash.testing import expect_attention
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _hopper():
-    if not is_fa_version_supported(3):
-        pytest.skip("version 3 needs compute capability 9.0")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 @settings(max_examples=200)
