@@ -10,16 +10,15 @@ from .call import Call
 from .decode_plan import DecodePlan
 from .decode_tile import DECODE_PARAMS
 from .device import Device
+from .key_maps import KeyMaps, bits_of_out, key_map, prefetched_bytes
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
-from .tensor_map import NO_PROMOTION, SWIZZLE_128B, UINT8, UINT16, ZERO_FILL, rows_refusal
+from .tensor_map import rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
 
-_MOST_MAPS = 1024
-_LARGEST_PREFETCH = 1 << 20  # bytes of a block table
 _TILING = Tiling(0, 0, 0, 0)
 
 HEADER_BYTES = 16
@@ -31,56 +30,29 @@ class Placement:
 
     Attributes
     ----------
-    key_maps : tuple of tuple
-        For k and v: element type, shape, strides and box of a tensor map.
-    out_step : int
-        The bits that rows of ``out`` have in their addresses besides those of the first.
+    key_maps : KeyMaps
+        Of k and v.
+    out_bits : int
+        See `bits_of_out`.
     tails : tuple of bytes
         ``DecodeParams`` after its pointers, for narrow and for wide stores.
     """
 
-    __slots__ = ("_maps", "key_maps", "out_step", "tails")
+    __slots__ = ("key_maps", "out_bits", "tails")
 
     def __init__(self, layout: Layout, plan: DecodePlan) -> None:
         arrays = AttentionArrays(*layout.specs)
-        self.key_maps = (
-            _map_of(arrays.k, plan.k_panels, plan.box_rows, plan.whole_boxes),
-            _map_of(arrays.v, plan.v_panels, plan.box_rows, plan.whole_boxes),
+        self.key_maps = KeyMaps(
+            (
+                key_map(arrays.k, plan.k_panels, plan.box_rows, plan.whole_boxes),
+                key_map(arrays.v, plan.v_panels, plan.box_rows, plan.whole_boxes),
+            )
         )
-        if arrays.out is None:
-            problem = layout.problem
-            self.out_step = problem.head_dim_v * problem.out_type.itemsize
-        else:
-            self.out_step = arrays.out[2][0] | arrays.out[2][1]
-        table_bytes = 0
-        if arrays.block_table is not None:
-            (rows, columns), _, (stride, _) = arrays.block_table
-            table_bytes = (rows - 1) * stride + columns * 4
-        ahead = table_bytes if table_bytes <= _LARGEST_PREFETCH else 0
+        self.out_bits = bits_of_out(layout)
+        ahead = prefetched_bytes(layout)
         self.tails = tuple(
             DECODE_PARAMS.pack_tail(*plan.numbers, ahead, wide, *plan.times) for wide in (0, 1)
         )
-        self._maps: dict[tuple[int, int], tuple[bytes, bytes]] = {}
-
-    def maps(self, device: Device, k: Any, v: Any) -> tuple[bytes, bytes]:
-        """The tensor maps of k and v, encoded once an address."""
-        starts = device.pointer(k), device.pointer(v)
-        return self._maps.get(starts) or self._encode(device, (k, v), starts)
-
-    def _encode(
-        self, device: Device, arrays: tuple[Any, Any], starts: tuple[int, int]
-    ) -> tuple[bytes, bytes]:
-        k, v = (
-            device.encode_tensor_map(
-                array, kind, start, shape, strides, box, SWIZZLE_128B, NO_PROMOTION, ZERO_FILL
-            )
-            for array, start, (kind, shape, strides, box) in zip(
-                arrays, starts, self.key_maps, strict=True
-            )
-        )
-        if len(self._maps) >= _MOST_MAPS:
-            self._maps.clear()
-        return self._maps.setdefault(starts, (k, v))
 
 
 def layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
@@ -97,27 +69,6 @@ def layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
     if (starts[0] | arrays.q[2][0] | arrays.q[2][1]) % pair:
         return f"q: rows do not start at multiples of {pair} bytes"
     return rows_refusal("k", arrays.k, starts[1]) or rows_refusal("v", arrays.v, starts[2])
-
-
-def _map_of(spec: Any, panels: int, box_rows: int, whole: bool) -> tuple[Any, ...]:
-    """Of [blocks, slots, heads, dim] or [tokens, heads, dim]: (element, slot, panel, head, block).
-
-    A box has 128 bytes of each of its rows, or all of them as panels one after the other; what lies
-    past the head size is filled with zeros.
-    """
-    shape, dtype, strides = spec
-    if len(shape) == 3:
-        shape, strides = (1, *shape), (16, *strides)
-    blocks, slots, heads, dim = shape
-    width = 128 // dtype.itemsize
-    across = dim // width if whole else 1
-    steps = [16 if n == 1 else s for n, s in zip(shape[:3], strides[:3], strict=True)]
-    return (
-        UINT8 if dtype.itemsize == 1 else UINT16,
-        (width if whole else dim, slots, across, heads, blocks),
-        (steps[1], 128 if whole else 16, steps[2], steps[0]),
-        (width, box_rows, panels if whole else 1, 1, 1),
-    )
 
 
 def attend_decode(
@@ -177,7 +128,7 @@ def _queue(
     cleared = start + plan.counters_at if own else 0
     made = start + plan.table_at if plan.has_table and table is None else 0
     arrivals = cleared or (device.pointer(counters) if plan.splits else 0)
-    wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0
+    wide = (device.pointer(found[0]) | placed.out_bits) % 8 == 0
     prefix = made if table is None else device.pointer(table) + HEADER_BYTES
     arrays = arrays_of(call, *found, block, counters, table)
     tail = placed.tails[wide]
@@ -185,5 +136,5 @@ def _queue(
         values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made)
         launch(device, plan.schedule, KernelArgs((packed, values), arrays), stream)
     decode = DECODE_PARAMS.pack_head(tail, *partials, arrivals, prefix)
-    maps = placed.maps(device, call.arrays.k, call.arrays.v)
+    maps = placed.key_maps.at(device, call.arrays.k, call.arrays.v)
     launch(device, plan.attend, KernelArgs((packed, decode, *maps), arrays), stream)

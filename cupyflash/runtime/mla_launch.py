@@ -9,20 +9,20 @@ from .attention_args import Tiling, arrays_of, pack_attention, results
 from .attention_launch import usable_bytes
 from .call import Call
 from .device import Device, DeviceInfo, device_for
+from .key_maps import key_map
 from .latent_params import LATENT_PARAMS
 from .latent_plan import LatentPlan, box_keys, box_panels, latent_refusal, make_latent_plan
 from .launch import launch, stream_handle
 from .layout import Layout
 from .mla_plan import MlaPlan, make_mla_plan
 from .params import KernelArgs
-from .tensor_map import PROMOTE_128B, SWIZZLE_128B, UINT16, ZERO_FILL, rows_refusal
+from .tensor_map import PROMOTE_128B, SWIZZLE_128B, ZERO_FILL, rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["attend_latent"]
 
 _WIDE = 16
 _TILING = Tiling(0, 0, 0, 0)
-_PANEL = 64  # elements
 
 
 def attend_latent(call: Call, workspace: Any, stream: Any, hopper: bool = False) -> tuple[Any, Any]:
@@ -112,21 +112,11 @@ def _pack(call: Call, device: Device, side: int = 0) -> bytes:
 
 
 def _key_map(call: Call, device: Device, array: Any, panels: int) -> bytes:
-    """Of keys: (element, slot, panel, head, block); a box is 128 bytes of the keys of a block.
-
-    Or several panels of 128 bytes, one after the other; else the map has one, of all elements.
-    """
-    shape, strides = array.shape, array.strides
-    if len(shape) == 3:
-        shape, strides = (1, *shape), (_WIDE, *strides)
-    blocks, slots, heads, dim = shape
-    # Any stride that the driver takes, where a dimension has one element.
-    steps = [_WIDE if n == 1 else int(s) for n, s in zip(shape, strides, strict=True)]
-    inner, across = (_PANEL, dim // _PANEL) if panels > 1 else (dim, 1)
+    """Of keys; a box is one panel of the keys of a block, or several one after the other."""
+    spec, keys = (array.shape, array.dtype, array.strides), box_keys(call.problem.page_size)
+    kind, shape, strides, box = key_map(spec, panels, keys, panels > 1)
     return device.encode_tensor_map(
-        array, UINT16, device.pointer(array), (inner, slots, across, heads, blocks),
-        (steps[1], 2 * _PANEL, steps[2], steps[0]),
-        (_PANEL, box_keys(call.problem.page_size), panels, 1, 1),
+        array, kind, device.pointer(array), shape, strides, box,
         SWIZZLE_128B, PROMOTE_128B, ZERO_FILL,
     )  # fmt: skip
 

@@ -10,22 +10,20 @@ from .attention_params import ATTENTION_PARAMS
 from .call import Call
 from .decode_tile import DECODE_PARAMS
 from .device import Device
+from .key_maps import KeyMaps, bits_of_out, key_map, prefetched_bytes
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
 from .problem import AttentionProblem
 from .shared_plan import SharedPlan
 from .shared_tile import SHARED_PARAMS
-from .tensor_map import NO_PROMOTION, SWIZZLE_128B, UINT16, ZERO_FILL, rows_refusal
+from .tensor_map import rows_refusal
 from .workspace import scratch_of
 
 __all__ = ["Sharing", "attend_shared", "schedule_shared", "shared_layout_refusal"]
 
 _TILING = Tiling(0, 0, 0, 0)
 _OWN_BOX, _WIDTH = 16, 64  # keys of a box; elements of 128 bytes
-_WIDE = 16
-_MOST_MAPS = 1024
-_LARGEST_PREFETCH = 1 << 20  # bytes of a block table
 _LOG2E = 1.4426950408889634
 _SMALLEST_SCALE = 1e-30  # it meets -inf
 
@@ -74,43 +72,18 @@ class _Placement:
         problem, arrays = layout.problem, AttentionArrays(*layout.specs)
         panels = plan.tile.head_dim // _WIDTH
         whole = problem.head_dim == problem.head_dim_v == plan.tile.head_dim
-        self.maps = tuple(
-            _map_of(spec, panels, keys, split)
-            for keys, split in ((_OWN_BOX, whole), (plan.box_keys, False))
-            for spec in (arrays.k, arrays.v)
+        self.key_maps = KeyMaps(
+            tuple(
+                key_map(spec, panels, keys, split)
+                for keys, split in ((_OWN_BOX, whole), (plan.box_keys, False))
+                for spec in (arrays.k, arrays.v)
+            )
         )
-        if arrays.out is None:
-            self.out_step = problem.head_dim_v * problem.out_type.itemsize
-        else:
-            self.out_step = arrays.out[2][0] | arrays.out[2][1]
-        assert arrays.block_table is not None
-        (rows, columns), _, (stride, _) = arrays.block_table
-        table_bytes = (rows - 1) * stride + columns * 4
-        ahead = table_bytes if table_bytes <= _LARGEST_PREFETCH else 0
-        self._encoded: dict[tuple[int, int], tuple[bytes, ...]] = {}
+        self.out_bits, ahead = bits_of_out(layout), prefetched_bytes(layout)
         self.decode = tuple(
             _decode_params(problem, plan, whole_boxes=int(whole), out_wide=wide, table_bytes=ahead)
             for wide in (0, 1)
         )
-
-    def encoded(self, device: Device, k: Any, v: Any) -> tuple[bytes, ...]:
-        """The tensor maps, encoded once an address: own k and v, shared k and v."""
-        starts = device.pointer(k), device.pointer(v)
-        found = self._encoded.get(starts)
-        if found is None:
-            found = tuple(
-                device.encode_tensor_map(
-                    array, UINT16, start, shape, strides, box,
-                    SWIZZLE_128B, NO_PROMOTION, ZERO_FILL,
-                )
-                for array, start, (shape, strides, box) in zip(
-                    (k, v) * 2, starts * 2, self.maps, strict=True
-                )
-            )  # fmt: skip
-            if len(self._encoded) >= _MOST_MAPS:
-                self._encoded.clear()
-            self._encoded[starts] = found
-        return found
 
 
 def _decode_params(problem: AttentionProblem, plan: SharedPlan, **more: int) -> bytes:
@@ -125,22 +98,6 @@ def _decode_params(problem: AttentionProblem, plan: SharedPlan, **more: int) -> 
         **more,
     )
     return DECODE_PARAMS.pack(*values.values())
-
-
-def _map_of(spec: Any, panels: int, keys: int, whole: bool) -> tuple[Any, ...]:
-    """Of [blocks, slots, heads, dim]: (element, slot, panel, head, block).
-
-    A box has 128 bytes of each of its keys, or all of them as panels one after the other; what lies
-    past the head size is filled with zeros.
-    """
-    (blocks, slots, heads, dim), _, strides = spec
-    counts = (blocks, slots, heads)
-    steps = [_WIDE if n == 1 else s for n, s in zip(counts, strides[:3], strict=True)]
-    return (
-        (_WIDTH if whole else dim, slots, panels if whole else 1, heads, blocks),
-        (steps[1], 128 if whole else _WIDE, steps[2], steps[0]),
-        (_WIDTH, keys, panels if whole else 1, 1, 1),
-    )
 
 
 def schedule_shared(
@@ -252,12 +209,12 @@ def _queue(
     )
     arrays = arrays_of(call, *found, block, sharing.order, sharing.tree)
     attention = pack_attention(call, device, *found, None, _TILING)
-    wide = (device.pointer(found[0]) | placed.out_step) % 8 == 0
+    wide = (device.pointer(found[0]) | placed.out_bits) % 8 == 0
     shared = _pack(call.problem, plan, sharing, device, block)
     common = attention, placed.decode[wide], shared
     if not scheduled:
         launch(device, plan.schedule, KernelArgs(common, arrays), stream)
-    maps = placed.encoded(device, call.arrays.k, call.arrays.v)
+    maps = placed.key_maps.at(device, call.arrays.k, call.arrays.v)
     launch(device, plan.attend, KernelArgs((*common, *maps), arrays), stream)
 
 
