@@ -113,7 +113,7 @@ class BackendConfig:
         Decode context parallelism: ranks, this rank, neighbouring tokens on one rank.
     dcp_group : Communicator, optional
         Of these ranks; see `cupyflash.distributed`. Needed to attend, not to build metadata.
-    dcp_combine : {"a2a", "ag_rs"}
+    dcp_combine : {"auto", "a2a", "ag", "ag_rs"}
         How states travel between ranks; see `cupyflash.distributed.combine_states`.
     cascade_policy : str
         ``"vllm"``: the rule of `use_cascade_attention`. ``"measured"``: `shared_prefix_pays`
@@ -131,7 +131,7 @@ class BackendConfig:
     dcp_rank: int = 0
     cp_kv_cache_interleave_size: int = 1
     dcp_group: Any = field(default=None, compare=False)
-    dcp_combine: str = "a2a"
+    dcp_combine: str = "auto"
     cascade_policy: str = "vllm"
 
     def __post_init__(self) -> None:
@@ -156,8 +156,10 @@ class BackendConfig:
                 f"dcp_group has rank {group.rank} of {group.size}, but dcp_rank={self.dcp_rank} "
                 f"and dcp_world_size={self.dcp_world_size}"
             )
-        if self.dcp_combine not in ("a2a", "ag_rs"):
-            raise ValueError(f"dcp_combine={self.dcp_combine!r}; use 'a2a' or 'ag_rs'")
+        if self.dcp_combine not in ("auto", "a2a", "ag", "ag_rs"):
+            raise ValueError(
+                f"dcp_combine={self.dcp_combine!r}; use 'auto', 'a2a', 'ag' or 'ag_rs'"
+            )
         if self.cascade_policy not in ("vllm", "measured"):
             raise ValueError(f"cascade_policy={self.cascade_policy!r}; use 'vllm' or 'measured'")
 

@@ -10,6 +10,7 @@ from batches import starts
 
 from cupyflash import reshape_and_cache_flash
 from cupyflash.distributed import Sharding, context_parallel_attention
+from cupyflash.distributed.heads import gather_heads
 from cupyflash.testing import DTYPES, POISON_INDEX, expect_attention, merge_baseline, round_to
 
 SCALE = 0.2
@@ -31,9 +32,10 @@ class Case:
     causal: bool = True
     softcap: float = 0.0
     sink: bool = False
-    combine: str = "a2a"
+    combine: str = "auto"
     padding: int = 0  # rows of no request
     heads: str = "groups"
+    all_q: bool = False  # every rank has the queries of all
     seed: int = 0
 
     def sharding(self, size: int) -> Sharding:
@@ -118,6 +120,10 @@ class Step:
             "block_table": self.table, "softmax_scale": SCALE, "causal": case.causal,
             "softcap": case.softcap, "s_aux": sinks, "combine": case.combine, "heads": case.heads,
         }  # fmt: skip
+        if case.all_q:
+            every = np.stack([self.own(other)[0] for other in range(self.size)])
+            kv_heads = case.num_kv_heads if case.heads == "groups" else 1
+            args["all_q"] = gather_heads(every, kv_heads)
         if self.fp8:
             args.update(k_descale=float(self.scales[0]), v_descale=float(self.scales[1]))
         return args
@@ -174,7 +180,9 @@ class Step:
         )  # fmt: skip
         low = [(part.out_baseline, part.lse_baseline) for part in parts]
         dtype = DTYPES[case.dtype]
-        if self.size > 2 or case.combine != "a2a":  # the context is rounded before new tokens join
+        if (
+            self.size > 2 or case.combine == "ag_rs"
+        ):  # the context is rounded before new tokens join
             low = [merge_baseline(*low[:-1], out_dtype=dtype), low[-1]]
         merged = merge_baseline(*low, out_dtype=dtype)[0]
         return replace(whole, out_baseline=merged)

@@ -152,7 +152,7 @@ def test_settings_of_a_group():
     for config in ({"dcp_world_size": 2, "dcp_rank": 1}, {"dcp_world_size": 3, "dcp_rank": 0}):
         with pytest.raises(ValueError, match="dcp_group has rank 1 of 3"):
             BackendConfig(max_num_seqs=1, dcp_group=Group(), **config)
-    with pytest.raises(ValueError, match="use 'a2a' or 'ag_rs'"):
+    with pytest.raises(ValueError, match="use 'auto', 'a2a', 'ag' or 'ag_rs'"):
         BackendConfig(max_num_seqs=1, dcp_combine="ring")
     with pytest.raises(ValueError, match="interleave_size=3 must divide"):
         make_builder(Case(interleave=3), {"a": make_layer(Case())}, size=2)

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from ranks import Case, Step, run_emulated, run_step, run_steps
 
-from cupyflash.distributed import RankLostError
+from cupyflash.distributed import RankLostError, combine_states, context_parallel_attention
 from cupyflash.distributed.local import run_processes, run_threads
 
 SIZES = (1, 2, 3, 4, 8)  # as processes; threads go further
@@ -42,10 +42,11 @@ def drawn(draw, size=None):
         causal=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 5.0])),
         sink=draw(st.booleans()),
-        combine=draw(st.sampled_from(["a2a", "ag_rs"])),
+        combine=draw(st.sampled_from(["auto", "a2a", "ag", "ag_rs"])),
         padding=draw(st.integers(0, 2)),
         seed=draw(st.integers(0, 999)),
         heads="groups" if size is None else "blocks",
+        all_q=draw(st.booleans()),
     )
 
 
@@ -61,6 +62,59 @@ def test_ranks_with_blocks_of_heads(data, size):
     case = data.draw(drawn(size))
     assume(sum(q for q, _ in case.lengths))
     check(case, size, run_threads(run_step, size, case))
+
+
+def sent_with_all_queries(group, case):
+    run_step(group, case)
+    return [what for what, _, _ in group.sent]
+
+
+@pytest.mark.parametrize(("combine", "moved"), [("a2a", "all_to_all"), ("ag", "all_gather")])
+def test_queries_that_every_rank_has_are_not_moved(combine, moved):
+    case = Case(all_q=True, combine=combine)
+    assert run_threads(sent_with_all_queries, 3, case) == [[moved] * 2] * 3
+
+
+def with_wrong_queries(group, change):
+    args = Step(Case(all_q=True), group.size).arguments(group.rank)
+    context_parallel_attention(group, **change(args))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda a: a | {"all_q": a["q"]}, r"all_q is float32 of shape .*; q of 2 ranks is"),
+        (lambda a: a | {"all_q": a["all_q"].astype(np.float16)}, "all_q is float16"),
+        (lambda a: a | {"all_q_v": a["all_q"]}, "all_q_v is given without q_v"),
+        (lambda a: a | {"combine": "ring"}, "use one of auto, a2a, ag, ag_rs"),
+    ],
+)
+def test_refused_steps_send_nothing(change, words):
+    with pytest.raises(RankLostError, match=words):
+        run_threads(with_wrong_queries, 2, change)
+
+
+def test_states_combined_by_every_way_are_one_state():
+    """`combine_states` on its own, with states that lie apart."""
+    rng = np.random.default_rng(0)
+    outs = rng.standard_normal((3, 5, 12, 8)).astype(np.float32)
+    lses = rng.standard_normal((3, 12, 5)).astype(np.float32)
+    lses[1, :, 2] = -np.inf
+    outs[1, 2] = np.nan
+
+    def combined(group, method):
+        return combine_states(group, outs[group.rank], lses[group.rank], 2, method)
+
+    for method in ("auto", "a2a", "ag", "ag_rs"):
+        for rank, (out, lse) in enumerate(run_threads(combined, 3, method)):
+            heads = np.arange(12).reshape(2, 3, 2)[:, rank].reshape(-1)
+            weights = np.exp(lses[:, heads].astype(np.float64))
+            right = np.einsum(
+                "rht,rthd->thd", weights / weights.sum(0), np.nan_to_num(outs[:, :, heads])
+            )
+            ulp = np.finfo(np.float32).eps * np.abs(outs[np.isfinite(outs)]).max()
+            assert np.abs(out - right).max() <= 8 * ulp  # three products, their sum, a division
+            assert np.abs(lse - np.log(weights.sum(0))).max() <= 8 * ulp
 
 
 def test_heads_that_cannot_be_dealt():
@@ -79,6 +133,7 @@ LITERAL = [
 LITERAL.append(Case(interleave=2, dtype="bf16", sink=True, num_kv_heads=24, heads="blocks"))
 # One token of context: every rank but one has an empty share.
 LITERAL.append(Case(((1, 1), (2, 3), (1, 0)), sink=True))
+LITERAL.append(Case(dtype="fp16", combine="ag", all_q=True, num_kv_heads=2))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -98,13 +153,14 @@ def test_ranks_over_the_real_kernels(arch):
         ),
         Case(((2, 20), (1, 0)), head_dim=64, dtype="bf16", kv_cache_dtype="fp8", combine="ag_rs"),
         Case(((1, 20),), num_kv_heads=2, head_dim=64, dtype="bf16", heads="blocks"),
+        Case(((1, 20), (2, 5)), num_kv_heads=2, head_dim=64, dtype="bf16", combine="a2a"),
     ]  # fmt: skip
     results = run_processes(run_emulated, 2, cases, arch, timeout=120.0)
     for case, found in zip(cases, zip(*results, strict=True), strict=True):
         check(case, 2, found)
 
 
-@pytest.mark.parametrize("combine", ["a2a", "ag_rs"])
+@pytest.mark.parametrize("combine", ["a2a", "ag", "ag_rs"])
 def test_the_same_bits_twice(combine):
     case = Case(dtype="bf16", combine=combine)
     one, two = (run_threads(run_step, 4, case) for _ in range(2))

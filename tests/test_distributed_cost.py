@@ -42,7 +42,7 @@ def test_the_table_is_what_the_model_says():
 
 def test_parts_of_a_step():
     shape = StepShape(2, 1000, num_heads_q=32, num_heads_kv=8)
-    alone, pair = predict(H200, 1, shape), predict(H200, 2, shape)
+    alone, pair = (predict(H200, size, shape, "a2a") for size in (1, 2))
     assert shape.kv_bytes == 2 * 1000 * 2 * 8 * 128 * 2
     assert alone.read == pytest.approx(shape.kv_bytes / H200.read)
     assert pair.read == pytest.approx(alone.read / 2)
@@ -51,6 +51,10 @@ def test_parts_of_a_step():
     rows = 2 * 16
     assert pair.links == pytest.approx(rows * (256 + 256 + 4) / H200.link)
     assert pair.latency == pytest.approx(2 * H200.collective)
+    # In one message the other rank's own states come along.
+    both = predict(H200, 2, shape, "auto")
+    assert both.links == pytest.approx(rows * (256 + 2 * (256 + 4)) / H200.link)
+    assert both.launches < pair.launches
 
 
 def test_the_bytes_of_both_ways():
@@ -60,10 +64,17 @@ def test_the_bytes_of_both_ways():
         "reduce_scatter": 3 * 8 * 128 * 4,
     }  # fmt: skip
     assert sum(step_bytes(4, 3, 8, 128, 2, "a2a").values()) < sum(moved.values())
+    states = 3 * 8 * (256 + 4)
+    assert step_bytes(4, 3, 8, 128, 2, "a2a")["all_to_all"] == states
+    assert step_bytes(4, 3, 8, 128, 2, "ag")["all_gather states"] == 4 * states
+    # Few bytes between two ranks go in one message.
+    assert list(step_bytes(2, 3, 8, 128, 2, "auto"))[1] == "all_gather states"
+    assert list(step_bytes(2, 300, 8, 128, 2, "auto"))[1] == "all_to_all"
+    assert list(step_bytes(4, 3, 8, 128, 2, "auto"))[1] == "all_to_all"
     assert step_bytes(1, 3, 8, 128, 2, "a2a") == {}
 
 
-@pytest.mark.parametrize("combine", ["a2a", "ag_rs"])
+@pytest.mark.parametrize("combine", ["a2a", "ag", "ag_rs"])
 def test_long_contexts_scale_and_short_ones_do_not(combine):
     long, short = StepShape(1, 10 << 20), StepShape(1, 1 << 10)
     one, two = (predict(H200, size, long, combine).total for size in (1, 2))

@@ -82,7 +82,7 @@ def sent(group, case):
 
 
 @pytest.mark.parametrize("size", [1, 2, 8, 64])
-@pytest.mark.parametrize("combine", ["a2a", "ag_rs"])
+@pytest.mark.parametrize("combine", ["auto", "a2a", "ag", "ag_rs"])
 @pytest.mark.parametrize("dtype", ["fp16", "fp32"])
 def test_a_step_moves_what_its_plan_says(size, combine, dtype):
     """All ranks run as threads, and every message is looked at."""

@@ -19,12 +19,15 @@ CASES = [
     for every, dtype, kv, cap, combine in (
         (1, "bf16", "auto", 0.0, "a2a"),
         (4, "fp16", "auto", 5.0, "ag_rs"),
-        (16, "bf16", "fp8", 0.0, "a2a"),
+        (16, "bf16", "fp8", 0.0, "ag"),
     )
 ]
 CASES += [Case(((1, 1), (2, 3), (1, 0)), head_dim=64, dtype="bf16", sink=True)]
 CASES += [Case(((5, 0), (2, 0)), head_dim=64, dtype="bf16")]
-CASES += [Case(LITERAL, 4, 2, 64, dtype="bf16", sink=True, heads="blocks")]
+CASES += [
+    Case(LITERAL, 4, 2, 64, dtype="bf16", sink=True, heads="blocks", combine=combine, all_q=all_q)
+    for combine, all_q in (("a2a", False), ("ag", True))
+]
 
 
 @pytest.fixture(autouse=True)
@@ -91,8 +94,9 @@ def replays(group, case, other):
     return eager, rows
 
 
-def test_a_captured_step_replays_over_nccl():
-    case = replace(CASES[0], lengths=((1, 40), (1, 100), (1, 7)), padding=0)
+@pytest.mark.parametrize("combine", ["a2a", "ag"])
+def test_a_captured_step_replays_over_nccl(combine):
+    case = replace(CASES[0], lengths=((1, 40), (1, 100), (1, 7)), padding=0, combine=combine)
     for eager, rows in spawn(replays, 2, case, replace(case, seed=5)):
         assert [x.tobytes() for x in eager] == [x.tobytes() for x in rows]
 

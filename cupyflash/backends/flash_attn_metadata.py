@@ -71,7 +71,7 @@ class FlashAttentionMetadata:
     max_dcp_context_kv_len: int | None = None
     dcp_context_kv_lens: Array = None
     dcp_group: Any = None
-    dcp_combine: str = "a2a"
+    dcp_combine: str = "auto"
     scheduler_metadata: SchedulerMetadata | None = None
     prefix_scheduler_metadata: SchedulerMetadata | PrefixSchedule | None = None
     max_num_splits: int = 0

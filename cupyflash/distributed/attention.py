@@ -10,9 +10,10 @@ from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.merge import merge_attn_states
 from cupyflash.runtime.arrays import array_module
 
-from .combine import combine_states
+from .combine import combine_method, combined, exchange_states
 from .communicator import Communicator
-from .heads import gather_heads, lse_by_rank, out_by_rank
+from .heads import gather_heads
+from .states import States
 
 __all__ = ["context_parallel_attention"]
 
@@ -44,8 +45,10 @@ def context_parallel_attention(
     scheduler_metadata: Any = None,
     num_splits: int = 0,
     batch_invariant: bool = False,
-    combine: str = "a2a",
+    combine: str = "auto",
     heads: str = "groups",
+    all_q: Array = None,
+    all_q_v: Array = None,
 ) -> tuple[Array, Array]:
     """Each request's new tokens over its context, dealt over ranks, and over themselves.
 
@@ -82,12 +85,15 @@ def context_parallel_attention(
     num_splits : int
         Of the same pass.
     batch_invariant : bool
-    combine : {"a2a", "ag_rs"}
+    combine : {"auto", "a2a", "ag", "ag_rs"}
         See `combine_states`.
     heads : {"groups", "blocks"}
         Which query heads a rank has: an equal part of every KV head's group, or all heads of
         ``Hk / size`` KV heads, rank after rank, as column-parallel projections deal them. Blocks
         need no sorting of heads in a step of one token; k and v have all KV heads either way.
+    all_q, all_q_v : array [total_q, size * Hq, D or Dv], optional
+        q and q_v of all ranks, in the order of `gather_heads`, where every rank computes them:
+        they are not gathered then.
 
     Returns
     -------
@@ -112,12 +118,17 @@ def context_parallel_attention(
         k, v, kv_heads = *_own_kv_heads(group, k, v), 1
     elif heads != "groups":
         raise ValueError(f"heads={heads!r}; use 'groups' or 'blocks'")
-    context_lse = xp.empty((ranks * num_heads, tokens), np.float32)
+    context = States.empty(q, (tokens, ranks * num_heads, out.shape[-1]), out.dtype)
+    method = combine_method(combine, ranks, context.buffer.nbytes)
+    _check_known("all_q", all_q, "q", q, ranks)
+    _check_known("all_q_v", all_q_v, "q_v", q_v, ranks)
+
+    def fill() -> None:
+        # Padding rows: a finite LSE here and none there let them pass through the merge.
+        context.lse.fill(-np.inf)
+        lse.fill(0)
 
     def new_tokens() -> None:
-        # Padding rows: a finite LSE here and none there let them pass through the merge.
-        lse.fill(0)
-        context_lse.fill(-np.inf)
         flash_attn_varlen_func(
             q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_q, cu_seqlens_q, q_v=q_v,
             causal=causal, s_aux=s_aux, out=out, lse=lse,
@@ -125,41 +136,63 @@ def context_parallel_attention(
         )  # fmt: skip
 
     if max_context_len == 0:
+        fill()
         new_tokens()
         return out, lse
-    wait = group.beside(new_tokens)  # while queries travel
-    asked, asked_v = (
-        x if x is None or ranks == 1 else gather_heads(group.all_gather(x), kv_heads)
-        for x in (q, q_v)
-    )
-    wait()
-    context = xp.empty((*asked.shape[:2], out.shape[-1]), out.dtype)
+    # Both beside the queries' way; the context's pass needs only the first.
+    filled, joined = group.beside(fill), group.beside(new_tokens)
+    asked = _asked(group, q, all_q, kv_heads)
+    asked_v = None if q_v is None else _asked(group, q_v, all_q_v, kv_heads)
+    filled()
     flash_attn_varlen_func(
         asked, key_cache, value_cache, max_seqlen_q, cu_seqlens_q, max_context_len,
-        seqused_k=context_lens, q_v=asked_v, block_table=block_table, out=context, lse=context_lse,
-        k_descale=k_descale, v_descale=v_descale, fp8_dtype=fp8_dtype,
+        seqused_k=context_lens, q_v=asked_v, block_table=block_table, out=context.out,
+        lse=context.lse, k_descale=k_descale, v_descale=v_descale, fp8_dtype=fp8_dtype,
         scheduler_metadata=scheduler_metadata, num_splits=num_splits, **shared,
     )  # fmt: skip
-    if ranks == 2 and combine == "a2a":
-        _merge_pair(group, context, context_lse, kv_heads, out, lse)
+    if ranks == 2 and method != "ag_rs":
+        _merge_pair(group, context, kv_heads, method, out, lse)
         return out, lse
-    own, own_lse = combine_states(group, context, context_lse, kv_heads, combine)
+    own, own_lse = (
+        combined(group, context, kv_heads, method) if ranks > 1 else (context.out, context.lse)
+    )
+    joined()
     merge_attn_states(out, own, own_lse, out, lse, lse)
     return out, lse
 
 
 def _merge_pair(
-    group: Communicator, context: Array, context_lse: Array, kv_heads: int, out: Array, lse: Array
+    group: Communicator, context: States, kv_heads: int, method: str, out: Array, lse: Array
 ) -> None:
     """Of two ranks: this one's part joins the new tokens while the other's is on its way."""
-    parts = out_by_rank(context, 2, kv_heads), lse_by_rank(context_lse, 2, kv_heads)
     rank = group.rank
-    wait = group.beside(
-        lambda: merge_attn_states(out, parts[0][rank], parts[1][rank], out, lse, lse)
+    # Queued behind the new tokens' pass, so this joins that too.
+    joined = group.beside(
+        lambda: merge_attn_states(out, *context.asked_by(rank, 2, kv_heads), out, lse, lse)
     )
-    outs, lses = group.all_to_all(parts)
-    wait()
+    outs, lses = exchange_states(group, context, kv_heads, method)
+    joined()
     merge_attn_states(out, outs[1 - rank], lses[1 - rank], out, lse, lse)
+
+
+def _asked(group: Communicator, own: Array, known: Array, kv_heads: int) -> Array:
+    """Queries of all ranks: gathered, unless they are known."""
+    if known is not None:
+        return known
+    return own if group.size == 1 else gather_heads(group.all_gather(own), kv_heads)
+
+
+def _check_known(name: str, known: Array, own_name: str, own: Array, ranks: int) -> None:
+    if known is None:
+        return
+    if own is None:
+        raise ValueError(f"{name} is given without {own_name}, this rank's part of it")
+    right = own.shape[0], ranks * own.shape[1], own.shape[2]
+    if known.shape != right or known.dtype != own.dtype:
+        raise ValueError(
+            f"{name} is {known.dtype} of shape {known.shape}; {own_name} of {ranks} ranks is "
+            f"{own.dtype} of shape {right}"
+        )
 
 
 def _own_kv_heads(group: Communicator, k: Array, v: Array) -> tuple[Array, Array]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,24 +12,52 @@ from cupyflash.runtime.arrays import array_module
 
 from .communicator import Communicator
 from .heads import lse_by_rank, out_by_rank
+from .states import States
 
-__all__ = ["COMBINE_METHODS", "combine_states"]
+__all__ = [
+    "COMBINE_METHODS",
+    "combine_method",
+    "combine_states",
+    "combined",
+    "exchange_states",
+]
 
 Array = Any  # NumPy or CuPy
 
-COMBINE_METHODS = ("a2a", "ag_rs")
-"""One all-to-all of outputs and LSEs, or an all-gather of LSEs and a reduce-scatter of outputs."""
+COMBINE_METHODS = ("auto", "a2a", "ag", "ag_rs")
+"""How states travel.
+
+``a2a``: one all-to-all, each rank gets the outputs and LSEs of its own heads. ``ag``: one
+all-gather of all heads' in one buffer, more bytes in one message. ``ag_rs``: an all-gather of LSEs
+and a reduce-scatter of outputs. ``auto``: ``ag`` for few bytes between two ranks, else ``a2a``.
+"""
 
 _FEW = 8  # more states are merged in one sum: a dozen launches, however many they are
+_SMALL_MESSAGE = 1 << 16  # bytes; up to here a message between two GPUs takes its latency
+
+
+def combine_method(method: str, ranks: int, nbytes: int) -> str:
+    """What ``method`` means for ``ranks`` that have ``nbytes`` of states each.
+
+    Raises
+    ------
+    ValueError
+        There is no such method.
+    """
+    if method not in COMBINE_METHODS:
+        raise ValueError(f"method={method!r}; use one of {', '.join(COMBINE_METHODS)}")
+    if method != "auto":
+        return method
+    return "ag" if ranks == 2 and nbytes <= _SMALL_MESSAGE else "a2a"
 
 
 def combine_states(
-    group: Communicator, out: Array, lse: Array, num_kv_heads: int, method: str = "a2a"
+    group: Communicator, out: Array, lse: Array, num_kv_heads: int, method: str = "auto"
 ) -> tuple[Array, Array]:
     """The merged state of this rank's own heads.
 
-    ``"a2a"`` moves outputs as they are and merges in float32 at the receiver; ``"ag_rs"`` weighs
-    them at the sender and moves float32 sums.
+    ``"a2a"`` and ``"ag"`` move outputs as they are and merge in float32 at the receiver;
+    ``"ag_rs"`` weighs them at the sender and moves float32 sums.
 
     Parameters
     ----------
@@ -38,40 +67,74 @@ def combine_states(
     lse : array [ranks * Hq, tokens], float32
         -inf or +inf where this rank has no key for a row; its output may then hold anything.
     num_kv_heads : int
-    method : {"a2a", "ag_rs"}
+    method : {"auto", "a2a", "ag", "ag_rs"}
+        See ``COMBINE_METHODS``.
 
     Returns
     -------
     out : array [tokens, Hq, D]
         In the type of the given one.
     lse : array [Hq, tokens], float32
+
+    Raises
+    ------
+    ValueError
+        There is no such method.
     """
-    if method not in COMBINE_METHODS:
-        raise ValueError(f"method={method!r}; use one of {', '.join(COMBINE_METHODS)}")
+    method = combine_method(method, group.size, out.nbytes + lse.nbytes)
     if group.size == 1:
         return out, lse
-    if method == "a2a":
-        return _all_to_all(group, out, lse, num_kv_heads)
-    return _reduce_scatter(group, out, lse, num_kv_heads)
+    states = States.of(out, lse) if method == "ag" else States(None, out, lse)
+    return combined(group, states, num_kv_heads, method)
 
 
-def _all_to_all(
-    group: Communicator, out: Array, lse: Array, num_kv_heads: int
+def combined(
+    group: Communicator, states: States, num_kv_heads: int, method: str
 ) -> tuple[Array, Array]:
-    outs, lses = group.all_to_all(
-        [out_by_rank(out, group.size, num_kv_heads), lse_by_rank(lse, group.size, num_kv_heads)]
-    )
-    if group.size > _FEW:
+    """As `combine_states`, by a method that `combine_method` returned."""
+    if method == "ag_rs":
+        return _reduce_scatter(group, states.out, states.lse, num_kv_heads)
+    outs, lses = exchange_states(group, states, num_kv_heads, method)
+    return _merged(outs, lses, states.out.dtype)
+
+
+def exchange_states(
+    group: Communicator, states: States, num_kv_heads: int, method: str
+) -> tuple[Sequence[Array], Sequence[Array]]:
+    """Outputs and LSEs of this rank's heads over each rank's keys, by all-to-all or all-gather."""
+    ranks, shape = group.size, states.out.shape
+    if method == "a2a":
+        outs, lses = group.all_to_all(
+            [
+                out_by_rank(states.out, ranks, num_kv_heads),
+                lse_by_rank(states.lse, ranks, num_kv_heads),
+            ]
+        )
+        return outs, lses
+    found = group.all_gather(states.buffer)
+    parts = [
+        States.over(buffer, shape, states.out.dtype).asked_by(group.rank, ranks, num_kv_heads)
+        for buffer in found
+    ]
+    return [out for out, _ in parts], [lse for _, lse in parts]
+
+
+def _merged(
+    outs: Sequence[Array], lses: Sequence[Array], dtype: np.dtype[Any]
+) -> tuple[Array, Array]:
+    xp = array_module(outs[0])
+    if len(outs) > _FEW:
+        if isinstance(outs, list):
+            outs, lses = xp.stack(outs), xp.stack(lses)
         weight, total = _weights(lses)
-        return _weighted(outs, weight).sum(axis=0).astype(out.dtype, copy=False), total
-    xp, total = array_module(out), lses[0]
+        return _weighted(outs, weight).sum(axis=0).astype(dtype, copy=False), total
     # One merge rounds once. More of them are made in float32, so that they round once too.
-    kept = outs if group.size == 2 else outs.astype(np.float32)
-    merged = xp.empty_like(kept[0])
+    kept = outs if len(outs) == 2 else [out.astype(np.float32) for out in outs]
+    merged, total = xp.empty(kept[0].shape, kept[0].dtype), xp.empty(lses[0].shape, np.float32)
     merge_attn_states(merged, kept[0], lses[0], kept[1], lses[1], total)
     for part, own in zip(kept[2:], lses[2:], strict=True):
         merge_attn_states(merged, merged, total, part, own, total)
-    return merged.astype(out.dtype, copy=False), total
+    return merged.astype(dtype, copy=False), total
 
 
 def _reduce_scatter(

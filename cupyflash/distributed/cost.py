@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .combine import combine_method
 from .plan import step_bytes
 
 __all__ = ["Links", "StepShape", "Times", "predict"]
@@ -83,17 +84,17 @@ class Times:
 
 
 # Of a captured step besides the pass over the context; what runs beside a collective left out.
-_SMALL_KERNELS = {"a2a": 5, "ag_rs": 20}
+_SMALL_KERNELS = {"a2a": 5, "ag": 3, "ag_rs": 20}
 
 
 def _merges(size: int, combine: str) -> int:
     """Launches beyond those of two ranks, as `combine_states` makes them."""
-    if combine != "a2a" or size == 2:
+    if combine == "ag_rs" or size == 2:
         return 0
     return size - 1 if size <= 8 else 12
 
 
-def predict(machine: Links, size: int, shape: StepShape, combine: str = "a2a") -> Times:
+def predict(machine: Links, size: int, shape: StepShape, combine: str = "auto") -> Times:
     """The time of one layer's step on ``size`` ranks; the parts follow one another.
 
     Parameters
@@ -101,7 +102,7 @@ def predict(machine: Links, size: int, shape: StepShape, combine: str = "a2a") -
     machine : Links
     size : int
     shape : StepShape
-    combine : {"a2a", "ag_rs"}
+    combine : {"auto", "a2a", "ag", "ag_rs"}
 
     Returns
     -------
@@ -110,9 +111,10 @@ def predict(machine: Links, size: int, shape: StepShape, combine: str = "a2a") -
     read = shape.kv_bytes / size / machine.read
     if size == 1:
         return Times(read, machine.kernel, 0.0, 0.0, 0.0)
-    moved = step_bytes(
-        size, shape.requests, -(-shape.num_heads_q // size), shape.head_dim, shape.itemsize, combine
-    )
+    heads = -(-shape.num_heads_q // size)
+    states = size * shape.requests * heads * (shape.head_dim * shape.itemsize + 4)
+    combine = combine_method(combine, size, states)
+    moved = step_bytes(size, shape.requests, heads, shape.head_dim, shape.itemsize, combine)
     latency = len(moved) * (machine.collective + machine.hop * ((size - 1).bit_length() - 1))
     return Times(
         read,

@@ -13,7 +13,7 @@ from typing import Any
 
 from cupyflash.runtime.arrays import array_module
 
-__all__ = ["gather_heads", "lse_by_rank", "out_by_rank"]
+__all__ = ["gather_heads", "lse_by_rank", "out_by_rank", "own_lse", "own_out"]
 
 Array = Any  # NumPy or CuPy
 
@@ -37,3 +37,16 @@ def lse_by_rank(lse: Array, ranks: int, num_kv_heads: int) -> Array:
     heads, tokens = lse.shape
     split = lse.reshape(num_kv_heads, ranks, -1, tokens).transpose(1, 0, 2, 3)
     return array_module(lse).ascontiguousarray(split).reshape(ranks, heads // ranks, tokens)
+
+
+def own_out(out: Array, rank: int, ranks: int, num_kv_heads: int) -> Array:
+    """Of outputs [tokens, ranks * Hq, D] those of a rank's heads, a view where one will do."""
+    tokens, heads, dim = out.shape
+    split = out.reshape(tokens, num_kv_heads, ranks, -1, dim)
+    return split[:, :, rank].reshape(tokens, heads // ranks, dim)
+
+
+def own_lse(lse: Array, rank: int, ranks: int, num_kv_heads: int) -> Array:
+    """Of LSEs [ranks * Hq, tokens] those of a rank's heads, a view where one will do."""
+    heads, tokens = lse.shape
+    return lse.reshape(num_kv_heads, ranks, -1, tokens)[:, rank].reshape(heads // ranks, tokens)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .combine import combine_method
+
 __all__ = ["Transfer", "step_bytes", "step_transfers"]
 
 _LSE_BYTES = 4
@@ -45,17 +47,18 @@ def step_bytes(
         ``head_dim`` None = ``head_dim_v``.
     itemsize : int
         Bytes of a query's and an output's element.
-    combine : {"a2a", "ag_rs"}
+    combine : {"auto", "a2a", "ag", "ag_rs"}
     """
     if size == 1:
         return {}
     rows = tokens * num_heads
     query = rows * (head_dim_v if head_dim is None else head_dim) * itemsize
+    states = rows * (head_dim_v * itemsize + _LSE_BYTES)
+    combine = combine_method(combine, size, size * states)
     if combine == "a2a":
-        return {
-            "all_gather q": query,
-            "all_to_all": rows * (head_dim_v * itemsize + _LSE_BYTES),
-        }
+        return {"all_gather q": query, "all_to_all": states}
+    if combine == "ag":
+        return {"all_gather q": query, "all_gather states": size * states}
     return {
         "all_gather q": query,
         "all_gather lse": size * rows * _LSE_BYTES,
