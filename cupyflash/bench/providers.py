@@ -53,11 +53,9 @@ def _latent(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
 
 def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
     """Every shared key read once, by a schedule made ahead, as those of the other cases are."""
-    import cupy as cp
-
     case = inputs.case
     host = cf.prefix_tree(case.prefix_groups, inputs.batch)
-    tree = cf.PrefixTree(host.batch, host.levels, cp.asarray(host.buffer))
+    tree = cf.PrefixTree(host.batch, host.levels, inputs.xp.asarray(host.buffer))
     schedule = cf.get_prefix_schedule(
         inputs.batch, case.total_q, inputs.max_seqlen_q, inputs.max_seqlen_k, case.num_heads_q,
         case.num_heads_kv, case.head_dim, inputs.seqused_k, "bfloat16", inputs.cu_seqlens_q,
@@ -71,8 +69,6 @@ def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
 
 
 def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
-    import cupy as cp
-
     case = inputs.case
     options: dict[str, Any] = {
         "softmax_scale": inputs.softmax_scale,
@@ -87,7 +83,7 @@ def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
         options["cu_seqlens_k"] = inputs.cu_seqlens_k
     q_type = "bfloat16"
     if case.q_type == "e4m3":
-        one = cp.ones((inputs.batch, case.num_heads_kv), cp.float32)
+        one = inputs.xp.ones((inputs.batch, case.num_heads_kv), "float32")
         options |= {"q_descale": one, "k_descale": one, "v_descale": one}
         q_type = "float8_e4m3"
     options["scheduler_metadata"] = cf.get_scheduler_metadata(

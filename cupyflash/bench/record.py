@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
+import os
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -93,19 +95,24 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def write_json(path: Path, about: Mapping[str, Any], rows: Iterable[Row]) -> None:
-    """Header and rows."""
-    path.write_text(json.dumps({"header": about, "rows": list(rows)}, indent=1))
+    """Header and rows; a reader finds the file as it was or whole."""
+    _replace(path, json.dumps({"header": about, "rows": list(rows)}, indent=1))
 
 
 def write_csv(path: Path, rows: Iterable[Row]) -> None:
     """One line a case and provider, times in microseconds."""
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(
-            ("case", "provider", "us", "host_us", "floor_us", "of_roof", "flops", "bytes")
-        )
-        for row in rows:
-            for name, us in row["us"].items():
-                floor = row["floor_us"]
-                figures = (us, row["host_us"].get(name, ""), floor, floor / us)
-                writer.writerow((row["case"], name, *figures, row["flops"], row["bytes"]))
+    text = io.StringIO(newline="")
+    writer = csv.writer(text)
+    writer.writerow(("case", "provider", "us", "host_us", "floor_us", "of_roof", "flops", "bytes"))
+    for row in rows:
+        for name, us in row["us"].items():
+            floor = row["floor_us"]
+            figures = (us, row["host_us"].get(name, ""), floor, floor / us)
+            writer.writerow((row["case"], name, *figures, row["flops"], row["bytes"]))
+    _replace(path, text.getvalue())
+
+
+def _replace(path: Path, text: str) -> None:
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text, newline="")
+    os.replace(beside, path)

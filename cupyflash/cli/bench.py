@@ -8,14 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from cupyflash.bench import bench_cases, cells, columns, header, run_bench, write_csv, write_json
+from cupyflash.bench.kernels import needed_kernels
 from cupyflash.bench.peers import PEERS
 from cupyflash.bench.roofs import roofs_here
 from cupyflash.runtime.cupy_import import load_cupy
+from cupyflash.runtime.device import DeviceInfo
 from cupyflash.runtime.kernel_source import kernel_root
 
-from .terminal import CommandError, need_matplotlib, print_pairs, print_table, progress
+from .call_options import gpu_of
+from .compile_many import JOBS, compile_ahead
+from .terminal import CommandError, need_matplotlib, print_as_done, print_pairs
 
 __all__ = ["add", "run"]
+
+_WIDEST = ("10000.0", "10000.0", "100%", "cupyflash", "10000.0", "10.00")  # of `columns`
 
 
 def add(commands: Any) -> None:
@@ -28,8 +34,11 @@ def add(commands: Any) -> None:
         "--roofs", choices=("auto", "measured"), default="auto",
         help="auto = those recorded for GPUs of this name, measured here where there are none",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, help="write header and rows here")
-    parser.add_argument("--csv", type=Path, help="write a row a case here")
+    parser.add_argument(
+        "--jobs", type=int, default=JOBS, help="processes that compile before the first case"
+    )
+    parser.add_argument("--json", type=Path, help="write header and rows here, as they are done")
+    parser.add_argument("--csv", type=Path, help="write a row a case and provider here, likewise")
     parser.add_argument("--plot", type=Path, help="draw shares of the roof here (.png, .svg, .pdf)")
     parser.add_argument("--list", action="store_true", help="name the cases and stop")
     parser.set_defaults(run=run)
@@ -51,33 +60,35 @@ def run(options: argparse.Namespace) -> int:
     if options.plot:
         need_matplotlib()
     about: dict[str, Any] = header(kernel_root())
+    compile_ahead(needed_kernels(cases, _device()), options.jobs)
     roofs, source = roofs_here(measure=options.roofs == "measured")
     about["roofs"] = {"from": source, **roofs.as_dict()}
     print_pairs((name, _text(value)) for name, value in about.items())
     timed = run_bench(options.only, ["cupyflash", *peers], options.peers_folder, roofs)
     rows: list[Mapping[str, Any]] = []
+    widest = (max((case.name for case in cases), key=len), *_WIDEST)
     try:
-        rows += progress(timed, len(cases), "bench")
-    finally:  # what is done is kept when the rest is interrupted
-        _report(options, about, rows)
+        for done in print_as_done(columns(), widest, timed, cells, len(cases)):
+            rows.append(done)
+            _write(options, about, rows)
+    finally:  # what is done is told when the rest is interrupted
+        for row in rows:
+            for name, reason in row["skipped"].items():
+                print(f"{row['case']}, {name}: {reason}")
+        if options.plot and rows:
+            from cupyflash.bench.plot import plot
+
+            plot(options.plot, about, rows)
     return 0
 
 
-def _report(
+def _write(
     options: argparse.Namespace, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    print_table(columns(), [cells(row) for row in rows])
-    for row in rows:
-        for name, reason in row["skipped"].items():
-            print(f"{row['case']}, {name}: {reason}")
     if options.json:
         write_json(options.json, about, rows)
     if options.csv:
         write_csv(options.csv, rows)
-    if options.plot and rows:
-        from cupyflash.bench.plot import plot
-
-        plot(options.plot, about, rows)
 
 
 def _text(value: Any) -> str:
@@ -87,6 +98,12 @@ def _text(value: Any) -> str:
         f"{name} {part:.3g}" if isinstance(part, float) else f"{name} {part}"
         for name, part in value.items()
     )
+
+
+def _device() -> DeviceInfo:
+    found = gpu_of("here")
+    assert found is not None
+    return found
 
 
 def _need_gpu() -> None:

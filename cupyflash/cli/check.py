@@ -7,8 +7,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ import numpy as np
 
 import cupyflash
 from cupyflash.fa_version import current_capability
-from cupyflash.runtime.compile import compiled_file
 from cupyflash.runtime.cupy_import import load_cupy
-from cupyflash.runtime.errors import CompileError
-from cupyflash.runtime.variant import Variant
 from cupyflash.testing import DTYPES, Case, expect_merge, write_oracle
 
 from .call_options import gpu_of
+from .compile_many import compile_ahead
 from .margin import margin, plot_margins
 from .recorded_call import record
 from .terminal import CommandError, need_matplotlib, print_table, progress
@@ -87,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compile_ahead(cases: list[Case]) -> None:
-    """What the cases launch, by several threads; a failure comes back with its case."""
+    """What the cases launch; a failure comes back with its case."""
     info = gpu_of("here")
     assert info is not None
     variants = {
@@ -95,13 +91,7 @@ def _compile_ahead(cases: list[Case]) -> None:
         for case in cases
         for launch in record(info, case.make(np).args).launches
     }
-
-    def compiled(variant: Variant) -> None:
-        with suppress(CompileError):
-            compiled_file(variant)
-
-    with ThreadPoolExecutor() as pool:  # NVRTC runs without the interpreter lock
-        list(progress(pool.map(compiled, variants), len(variants), "compile"))
+    compile_ahead(list(variants))
 
 
 def _summary(margins: list[dict[str, Any]]) -> list[list[str]]:

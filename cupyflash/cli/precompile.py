@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,9 @@ from cupyflash.runtime.nvrtc import compiler
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.variants import all_variants
 
+from .compile_many import JOBS, each_variant
 from .kernel_description import C_FUNCTIONS, DESCRIPTIONS, described, launch_of, struct_of
-from .terminal import CommandError, progress
+from .terminal import CommandError
 
 __all__ = ["add", "run"]
 
@@ -41,7 +40,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--ptx", action="store_true", help="with --out: PTX instead of cubins")
     parser.add_argument("--only", default="", help="comma-separated parts of kernel names")
     parser.add_argument("--list", action="store_true", help="name the kernels and stop")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="threads")
+    parser.add_argument("--jobs", type=int, default=JOBS, help="processes")
     parser.set_defaults(run=run)
 
 
@@ -56,12 +55,13 @@ def run(options: argparse.Namespace) -> int:
         print("\n".join(variant.symbol for variant in variants))
         return 0
     if options.out is None:
-        _each(compiled_file, variants, options.jobs)
+        each_variant(compiled_file, variants, options.jobs)
         print(f"{len(variants)} kernels are in {cubin_cache().folder}")
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     ending = ".ptx" if options.ptx else ".cubin"
-    written = _each(lambda variant: _write(variant, options.out, ending), variants, options.jobs)
+    write = partial(_write, folder=options.out, ending=ending)
+    written = each_variant(write, variants, options.jobs)
     _write_index(options.out, written, variants)
     print(f"{len(written)} kernels are in {options.out}, with {_HEADER} and kernels.json")
     planned = sorted({v.source for v in variants} - set(DESCRIPTIONS))
@@ -90,13 +90,6 @@ def _variants(arch: str, only: str) -> list[Variant]:
         for variant in all_variants(arch)
         if not parts or any(part in variant.symbol for part in parts)
     ]
-
-
-def _each(work: Any, variants: list[Variant], jobs: int) -> list[Any]:
-    """The results of all, compiled by several threads: NVRTC runs without the interpreter lock."""
-    with ThreadPoolExecutor(max(1, jobs)) as pool:
-        results: Iterable[Any] = pool.map(work, variants)
-        return list(progress(results, len(variants), "compile"))
 
 
 def _write(variant: Variant, folder: Path, ending: str) -> dict[str, Any]:

@@ -5,24 +5,19 @@ It is made twice, with arrays that lie elsewhere: what differs in the parameters
 
 from __future__ import annotations
 
-import hashlib
-import mmap
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from cupyflash import flash_attn_varlen_func
 from cupyflash.runtime.device import DeviceInfo, use_device
-from cupyflash.runtime.params import KernelArgs
+from cupyflash.runtime.dry_device import DryDevice, encoded_map, reach, reserved
 from cupyflash.runtime.plan import Plan
-from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.workspace import free_workspaces
 
 __all__ = ["Address", "Launch", "RecordedCall", "Struct", "TensorMap", "record"]
-
-_MADE = {"uint8": "workspace", "uint32": "counters", "float32": "lse"}  # what calls allocate
 
 
 @dataclass(frozen=True)
@@ -110,56 +105,7 @@ def record(info: DeviceInfo, arguments: Mapping[str, Any]) -> RecordedCall:
     return RecordedCall(info, tuple(launches), arrays)
 
 
-@dataclass(eq=False)
-class _Recorder:
-    """Implements `device.Device`: arrays are NumPy's, and launches are written down."""
-
-    info: DeviceInfo
-    arrays: dict[str, Any]
-    kernels: dict[Variant, Variant] = field(default_factory=dict)
-    launches: list[tuple[Plan, tuple[bytes, ...]]] = field(default_factory=list)
-
-    def compile(self, variant: Variant) -> Variant:
-        return self.kernels.setdefault(variant, variant)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any, stream: int | None) -> Any:
-        array = _reserved(int(np.prod(shape)) * np.dtype(dtype).itemsize).view(dtype)
-        made = name = _MADE.get(array.dtype.name, "out")
-        while name in self.arrays:  # scratch memory that grew, or beside the caller's workspace
-            name = f"{made}_{len(self.arrays)}"
-        self.arrays[name] = array.reshape(shape)
-        return self.arrays[name]
-
-    def pointer(self, array: Any) -> int:
-        return int(array.ctypes.data)
-
-    def is_capturing(self, stream: int | None) -> bool:
-        return False
-
-    def current_stream(self) -> int:
-        return 0
-
-    def encode_tensor_map(self, array: Any, *numbers: Any) -> bytes:
-        token = hashlib.blake2b(repr(numbers).encode()).digest() * 2
-        _maps[token] = numbers
-        return token
-
-    def launch(self, kernel: Variant, plan: Plan, args: KernelArgs, stream: int | None) -> None:
-        self.launches.append((plan, tuple(args.values)))
-
-    def place(self, pointer: int) -> tuple[str, int]:
-        """The array that an address lies in, and how far into it."""
-        for name, array in self.arrays.items():
-            start = int(array.ctypes.data)
-            if start <= pointer < start + max(1, _reach(array)):
-                return name, pointer - start
-        raise AssertionError(f"{pointer:#x} is in none of {', '.join(self.arrays)}")
-
-
-_maps: dict[bytes, tuple[Any, ...]] = {}  # by what stands for them; a layout may keep that
-
-
-def _recorded(info: DeviceInfo, arguments: Mapping[str, Any]) -> _Recorder:
+def _recorded(info: DeviceInfo, arguments: Mapping[str, Any]) -> DryDevice:
     """A call with arrays of its own, which lie to each other as the given ones do."""
     roots: dict[int, Any] = {}
     given = {
@@ -167,7 +113,7 @@ def _recorded(info: DeviceInfo, arguments: Mapping[str, Any]) -> _Recorder:
         for name, value in arguments.items()
         if isinstance(value, np.ndarray)
     }
-    device = _Recorder(info, dict(given))
+    device = DryDevice(info, dict(given))
     with use_device(device):
         flash_attn_varlen_func(**{**arguments, **given})
     free_workspaces()
@@ -179,27 +125,16 @@ def _elsewhere(array: Any, roots: dict[int, Any]) -> Any:
     while isinstance(root.base, np.ndarray):
         root = root.base
     offset = array.ctypes.data - root.ctypes.data
-    memory = roots.setdefault(id(root), _reserved(max(_reach(root), offset + _reach(array))))
+    memory = roots.setdefault(
+        id(root), reserved((max(reach(root), offset + reach(array)),), np.uint8)
+    )
     return np.ndarray(array.shape, array.dtype, memory, offset, array.strides)
 
 
-def _reach(array: Any) -> int:
-    """Bytes from the first element to behind the last."""
-    if 0 in array.shape:
-        return 0
-    steps = zip(array.shape, array.strides, strict=True)
-    return int(sum((n - 1) * step for n, step in steps)) + int(array.itemsize)
-
-
-def _reserved(nbytes: int) -> Any:
-    """Addresses, at the start of a page, without memory behind them until it is touched."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
-    return np.frombuffer(mmap.mmap(-1, max(1, nbytes), flags=flags), np.uint8)[:nbytes]
-
-
-def _param(value: bytes, other: bytes, one: _Recorder, two: _Recorder) -> Struct | TensorMap:
-    if value in _maps:
-        element_type, pointer, *numbers = _maps[value]
+def _param(value: bytes, other: bytes, one: DryDevice, two: DryDevice) -> Struct | TensorMap:
+    found = encoded_map(value)
+    if found is not None:
+        element_type, pointer, *numbers = found
         return TensorMap(*one.place(pointer), element_type, *numbers)
     words, others = (np.frombuffer(v[: len(v) // 8 * 8], np.uint64) for v in (value, other))
     image, addresses = bytearray(value), []

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
-__all__ = ["CommandError", "need_matplotlib", "print_pairs", "print_table", "progress"]
+__all__ = [
+    "CommandError",
+    "need_matplotlib",
+    "print_as_done",
+    "print_pairs",
+    "print_table",
+    "progress",
+]
 
 T = TypeVar("T")
 
@@ -36,22 +43,82 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     ]
     if sys.stdout.isatty() and _rich():
         from rich.console import Console
-        from rich.table import Table
 
-        table = Table(box=None, header_style="bold", pad_edge=False)
-        for name, to_right in zip(columns, right, strict=True):
-            table.add_column(name, justify="right" if to_right else "left", overflow="fold")
+        table = _rich_table(columns, right)
         for row in rows:
             table.add_row(*row)
         Console(markup=False, highlight=False).print(table)
         return
     widths = [max(len(row[i]) for row in (columns, *rows)) for i in range(len(columns))]
     for row in (columns, *rows):
-        cells = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        print("  ".join(cells).rstrip())
+        print(_line(row, widths, right))
+
+
+def print_as_done(
+    columns: Sequence[str],
+    widest: Sequence[str],
+    items: Iterable[T],
+    cells: Callable[[T], Sequence[str]],
+    total: int,
+) -> Iterator[T]:
+    """The items; each has a row of a table, which shows as soon as the item is there.
+
+    Parameters
+    ----------
+    columns : sequence of str
+    widest : sequence of str
+        A cell as wide as any in its column; numbers go to the right.
+    items : iterable
+    cells : callable
+        The row of an item.
+    total : int
+        How many items there will be.
+    """
+    right = [_number(cell) for cell in widest]
+    if sys.stdout.isatty() and _rich():
+        yield from _live(_rich_table(columns, right), items, cells, total)
+        return
+    widths = [max(len(name), len(cell)) for name, cell in zip(columns, widest, strict=True)]
+    print(_line(columns, widths, right), flush=True)
+    for item in items:
+        print(_line(cells(item), widths, right), flush=True)
+        yield item
+
+
+def _live(
+    table: Any, items: Iterable[T], cells: Callable[[T], Sequence[str]], total: int
+) -> Iterator[T]:
+    from rich.console import Console, Group
+    from rich.live import Live
+
+    def shown() -> Group:
+        return Group(table, f"{table.row_count} of {total}" if table.row_count < total else "")
+
+    # Not refreshed by a thread: what is timed here is the host, too.
+    console = Console(markup=False, highlight=False)
+    with Live(shown(), console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        live.refresh()
+        for item in items:
+            table.add_row(*cells(item))
+            live.update(shown(), refresh=True)
+            yield item
+
+
+def _rich_table(columns: Sequence[str], right: Sequence[bool]) -> Any:
+    from rich.table import Table
+
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name, to_right in zip(columns, right, strict=True):
+        table.add_column(name, justify="right" if to_right else "left", overflow="fold")
+    return table
+
+
+def _line(row: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    cells = [
+        cell.rjust(width) if to_right else cell.ljust(width)
+        for cell, width, to_right in zip(row, widths, right, strict=True)
+    ]
+    return "  ".join(cells).rstrip()
 
 
 def _number(text: str) -> bool:

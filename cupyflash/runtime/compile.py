@@ -20,6 +20,7 @@ from .variant import Variant
 __all__ = [
     "compile_source",
     "compiled_file",
+    "find_compiled",
     "kernel_source",
     "load_kernel",
     "native_arch",
@@ -65,11 +66,7 @@ def compiled_file(variant: Variant) -> Path:
     ------
     CompileError
     """
-    source, options = kernel_source(variant)
-    options = _targeted(options)
-    ending = ".cubin" if "=sm_" in options[0] else ".ptx"
-    text = "\0".join((source, *options, *map(str, compiler().version)))
-    key = f"{variant.symbol}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    source, options, key, ending = _cached_as(variant)
 
     def make() -> bytes:
         if env.no_compile():
@@ -85,6 +82,21 @@ def compiled_file(variant: Variant) -> Path:
     except OSError as error:  # full, or it became read-only
         reason = f"{folder.folder} cannot be written ({error})"
         return private_cache(reason).find_or_make(key, ending, make)
+
+
+def find_compiled(variant: Variant) -> Path | None:
+    """What `compiled_file` would return without compiling; None if it would compile."""
+    _, _, key, ending = _cached_as(variant)
+    return cubin_cache().find(key, ending)
+
+
+def _cached_as(variant: Variant) -> tuple[str, tuple[str, ...], str, str]:
+    """Source, options, and the key and ending of the file in the cache."""
+    source, options = kernel_source(variant)
+    options = _targeted(options)
+    text = "\0".join((source, *options, *map(str, compiler().version)))
+    key = f"{variant.symbol}-{hashlib.sha256(text.encode()).hexdigest()[:32]}"
+    return source, options, key, ".cubin" if "=sm_" in options[0] else ".ptx"
 
 
 def compile_source(source: str, options: tuple[str, ...], variant: Variant) -> tuple[bytes, str]:

@@ -1,0 +1,57 @@
+"""Many kernels at once, compiled by several processes: NVRTC's threads wait for each other."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from typing import TypeVar
+
+from cupyflash.runtime.compile import compiled_file, find_compiled
+from cupyflash.runtime.errors import CompileError
+from cupyflash.runtime.variant import Variant
+
+from .terminal import progress
+
+__all__ = ["JOBS", "compile_ahead", "each_variant"]
+
+T = TypeVar("T")
+
+JOBS = os.cpu_count() or 1
+
+
+def each_variant(
+    work: Callable[[Variant], T], variants: Sequence[Variant], jobs: int = JOBS
+) -> list[T]:
+    """What ``work`` returns for each variant; it must pickle where there are several ``jobs``."""
+    jobs = min(jobs, len(variants))
+    if jobs < 2:
+        return list(progress(map(work, variants), len(variants), "compile"))
+    context = multiprocessing.get_context("spawn")  # a fork would take CUDA's state along
+    with ProcessPoolExecutor(jobs, context) as pool:
+        return list(progress(pool.map(work, variants), len(variants), "compile"))
+
+
+def compile_ahead(variants: Sequence[Variant], jobs: int = JOBS) -> int:
+    """Fill the cache with those that are not in it; returns how many those were.
+
+    One that does not compile says so when it is called.
+    """
+    missing = [variant for variant in variants if _is_missing(variant)]
+    each_variant(_compile, missing, jobs)
+    return len(missing)
+
+
+def _is_missing(variant: Variant) -> bool:
+    try:
+        return find_compiled(variant) is None
+    except CompileError:  # nothing here compiles for such a GPU
+        return False
+
+
+def _compile(variant: Variant) -> None:
+    try:
+        compiled_file(variant)
+    except CompileError:
+        return
