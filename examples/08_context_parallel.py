@@ -32,7 +32,7 @@ from cupyflash.distributed import (
 
 BLOCK, KV_HEADS, GROUP, DIM = 16, 8, 4, 128
 BENCH = ((1, 131072), (16, 131072), (1, 1048576))  # requests, keys of each
-LAYERS = 8  # calls of one captured step
+LAYERS = 16  # calls of one captured step
 
 
 class Rank:
@@ -161,6 +161,8 @@ def captured(group: Any, xp: Any, call: Callable[[], Any]) -> Callable[[], float
     def replay(keep: Any = (pool, kept)) -> float:
         start, stop = xp.cuda.Event(), xp.cuda.Event()
         with stream:
+            # The first one gives the host time to queue the other, and lets ranks meet.
+            graph.launch(stream)
             start.record()
             graph.launch(stream)
             stop.record()
@@ -170,20 +172,23 @@ def captured(group: Any, xp: Any, call: Callable[[], Any]) -> Callable[[], float
     return replay
 
 
-def bench(group: Any, xp: Any, say: Callable[[str], None]) -> None:
-    """Decode steps on all ranks beside one GPU with all heads and keys."""
-    say(
-        f"{'requests x keys':>18}  {'heads':>6}  one GPU  {group.size} GPUs  speed-up  off by  "
-        "same bits twice"
-    )
+def bench(group: Any, xp: Any, say: Callable[[str], None], only: str = "") -> None:
+    """Decode steps on all ranks beside one GPU with all heads and keys; times in microseconds."""
+    ranks = [f"{where} {rank}" for where in ("alone", "rank") for rank in range(group.size)]
+    say(f"{'requests x keys':>18}  {'queries':>17}  " + "  ".join(f"{name:>7}" for name in ranks))
+    say(" " * 39 + "speed-up (slowest of both), off by, same bits twice")
+    blocks = KV_HEADS % group.size == 0
     for requests, length in BENCH:
+        if only not in f"{requests} x {length}":
+            continue
         rank = Rank(group, xp, requests, length + BLOCK * group.size)
         rank.fill(length)
-        for heads in ("groups", "blocks") if KV_HEADS % group.size == 0 else ("groups",):
-            say(bench_line(rank, requests, length, heads))
+        for heads, known in (("blocks", False), ("groups", False), ("blocks", True)):
+            if blocks or heads == "groups":
+                say(bench_line(rank, requests, length, heads, known))
 
 
-def bench_line(rank: Rank, requests: int, length: int, heads: str) -> str:
+def bench_line(rank: Rank, requests: int, length: int, heads: str, known: bool) -> str:
     """One case: times of captured steps that take turns, and what the results differ by."""
     group, xp = rank.group, rank.xp
     rank.lengths[:] = length
@@ -191,30 +196,37 @@ def bench_line(rank: Rank, requests: int, length: int, heads: str) -> str:
     context = rank.lengths.copy()
     rank.write(k, v, 1, context)
     rank.lengths += 1
-    arguments = rank.attend_arguments(rank.heads_of(q, group.rank, heads), k, v, 1, context)
-    arguments["heads"] = heads
+    own = rank.heads_of(q, group.rank, heads)
+    arguments = {**rank.attend_arguments(own, k, v, 1, context), "heads": heads}
+    if known:  # every rank has computed all queries: none are gathered
+        parts = [rank.heads_of(q, other, heads) for other in range(group.size)]
+        arguments["all_q"] = xp.concatenate(parts, axis=1)
+    arguments["out"] = xp.empty_like(own)
     alone = {**rank.alone_arguments(q, 1), "out": xp.empty_like(q)}
-    times: dict[str, list[float]] = {"one": [], "all": []}
     replays = {
         "all": captured(group, xp, lambda: context_parallel_attention(**arguments)[0]),
         "one": captured(group, xp, lambda: flash_attn_varlen_func(**alone)),
     }
+    times: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(9):
         for name, replay in replays.items():
             group.agree("a round", b"")  # all ranks start together
             times[name].append(replay())
         time.sleep(0.02)
-    one, all_ = (statistics.median(times[name][2:]) for name in ("one", "all"))
-    found = [context_parallel_attention(**arguments)[0] for _ in range(2)]
+    mine = xp.asarray([statistics.median(times[name][2:]) for name in ("one", "all")])
+    found = [context_parallel_attention(**arguments)[0].copy() for _ in range(2)]
     right = rank.heads_of(flash_attn_varlen_func(**alone), group.rank, heads)
     off = float(xp.abs(found[0].astype(np.float32) - right.astype(np.float32)).max())
     same = found[0].tobytes() == found[1].tobytes()
+    one, all_ = group.all_gather(mine).T.tolist()
     name = f"{requests} x {length}"
-    return f"{name:>18}  {heads:>6}  {one:7.1f}  {all_:6.1f}  {one / all_:8.2f}  {off:.4f}  {same}"
+    queries = f"{heads}, known" if known else f"{heads}, gathered"
+    columns = "  ".join(f"{us:7.1f}" for us in (*one, *all_))
+    return f"{name:>18}  {queries:>17}  {columns}  {min(one) / max(all_):5.2f} x  {off:.4f}  {same}"
 
 
-def run(group: Any, timed: bool) -> None:
-    """What every rank does."""
+def run(group: Any, timed: bool, only: str = "") -> None:
+    """What every rank does: ``only`` times cases with that in their names."""
     xp = np if not isinstance(group, NcclCommunicator) else __import__("cupy")
 
     def say(line: str) -> None:
@@ -229,7 +241,7 @@ def run(group: Any, timed: bool) -> None:
         off = rank.step(count)
         say(f"{what}: {count} tokens each, {rank.lengths[0]} keys, off by {off:.1e}")
     if timed and xp is not np:
-        bench(group, xp, say)
+        bench(group, xp, say, only)
 
 
 def gpus() -> int:
@@ -245,6 +257,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2, help="without mpirun")
     parser.add_argument("--device", choices=("auto", "cpu", "gpu"), default="auto")
     parser.add_argument("--bench", action="store_true", help="time decode steps on GPUs")
+    parser.add_argument("--only", default="", help="a part of a timed case's name: '1 x 131072'")
     options = parser.parse_args()
     under_mpi = any(name in os.environ for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK"))
     if options.device == "auto":
@@ -256,15 +269,15 @@ def main() -> None:
 
         local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
         cupy.cuda.Device(local).use()
-        run(NcclCommunicator.from_mpi(timeout=30.0), options.bench)
+        run(NcclCommunicator.from_mpi(timeout=30.0), options.bench, options.only)
     elif under_mpi:
-        run(MpiCommunicator(), options.bench)
+        run(MpiCommunicator(), options.bench, options.only)
     elif options.device == "gpu":
-        spawn(run, options.ranks, options.bench, timeout=30.0)
+        spawn(run, options.ranks, options.bench, options.only, timeout=30.0)
     else:
         from cupyflash.distributed.local import run_processes
 
-        run_processes(run, options.ranks, options.bench)
+        run_processes(run, options.ranks, options.bench, options.only)
 
 
 if __name__ == "__main__":
