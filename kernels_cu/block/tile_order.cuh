@@ -25,7 +25,7 @@ struct OrderScratch {
 };
 
 struct PrefillTile {
-  i32 item;  // negative: see mainloop/fwd_sm90_load.cuh
+  i32 item;  // negative: see mainloop/fwd_sm90_boxes.cuh
   i32 request;
   i32 q_begin, q_len;  // of the request
   i32 token;           // the first one, in the request

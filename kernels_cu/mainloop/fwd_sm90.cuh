@@ -6,28 +6,28 @@
 #pragma once
 
 #include "mainloop/fwd_sm90_load.cuh"
+#include "mainloop/fwd_sm90_pipeline.cuh"
 #include "mainloop/fwd_sm90_softmax.cuh"
 #include "mainloop/fwd_sm90_store.cuh"
 
 template <class V>
-struct PrefillCompute : PrefillRows<V> {
+struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   using Rows = PrefillRows<V>;
   using S = PrefillShared<V>;
-  static constexpr int kKeys = V::kKeys, kD = V::kHeadDim, kDv = V::kHeadDimV;
+  using Pipeline = PrefillPipeline<Rows, S>;
+  static constexpr int kKeys = V::kKeys, kDv = V::kHeadDimV;
   static constexpr ScalarType kType = V::kCompute;
+  using typename Pipeline::Operands;
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane;
-  using Rows::s, Rows::o, Rows::weight, Rows::c, Rows::sum;
+  using Rows::o, Rows::weight, Rows::c, Rows::sum;
   using Rows::token, Rows::head;
-
-  const PrefillParams &x;
-  const S &shared;
-  Ring<S::kQueryStages> q;
-  Ring<S::kStages> k, v;
-  int number = 0;  // of the tile
+  using Pipeline::x, Pipeline::shared, Pipeline::q, Pipeline::v, Pipeline::number;
+  using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
+  using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
 
   __device__ __forceinline__ PrefillCompute(const AttentionParams &p, const PrefillParams &x,
                                             const S &shared, int warpgroup)
-      : Rows(p, x.pack_shift, warpgroup), x(x), shared(shared) {}
+      : Pipeline(p, x, shared, warpgroup) {}
 
   // ---- barriers
 
@@ -37,21 +37,8 @@ struct PrefillCompute : PrefillRows<V> {
   __device__ __forceinline__ void end_turn() const {
     if constexpr (V::kTurns) named_barrier_arrive(2 - warpgroup, 256);
   }
-  __device__ __forceinline__ void release(const u64 &barrier) const {
-    if (lane == 0) mbarrier_arrive(shared_address(&barrier));
-  }
-  __device__ __forceinline__ void wait_keys() const {
-    mbarrier_wait(shared_address(&shared.rest().key_full[k.slot]), k.parity);
-  }
   __device__ __forceinline__ void wait_values() const {
     mbarrier_wait(shared_address(&shared.rest().value_full[v.slot]), v.parity);
-  }
-  __device__ __forceinline__ const PrefillTile &wait_tile() const {
-    mbarrier_wait(shared_address(&shared.rest().query_full[q.slot]), q.parity);
-    return tile();
-  }
-  __device__ __forceinline__ PrefillTile &tile() const {
-    return shared.rest().tile[number % S::kTiles];
   }
   // After the last product with them; `slot` is handed on when the tile's results are there.
   __device__ __forceinline__ int next_queries() {
@@ -65,11 +52,6 @@ struct PrefillCompute : PrefillRows<V> {
     if constexpr (S::kStaged) release(shared.rest().staged[slot]);
   }
   // After the wait for the products that read them.
-  __device__ __forceinline__ void have_scores() {
-    pin(s);
-    release(shared.rest().key_empty[k.slot]);
-    k.next();
-  }
   __device__ __forceinline__ void have_output() {
     pin(o);
     release(shared.rest().value_empty[v.slot]);
@@ -77,32 +59,6 @@ struct PrefillCompute : PrefillRows<V> {
   }
 
   // ---- products
-
-  // What the compiler does not know to be the same in all lanes costs a move an instruction.
-  __device__ __forceinline__ static u32 uniform(u32 address) {
-    return __shfl_sync(0xffffffffu, address, 0);
-  }
-
-  // The operands of the next products. Made before their barriers are waited for.
-  struct Operands {
-    u32 queries, keys, values;
-  };
-  __device__ __forceinline__ Operands operands() const {
-    return {uniform(shared.queries(q.slot) + warpgroup * Rows::kWarpgroupRows * 128),
-            uniform(shared.keys(k.slot)), uniform(shared.values(v.slot))};
-  }
-
-  __device__ __forceinline__ void issue_scores(const Operands &from) {
-    const u64 keys = matrix_descriptor(from.keys, 16, 1024);
-    const u64 rows = matrix_descriptor(from.queries, 16, 1024);
-#pragma unroll
-    for (int i = 0; i < kD / 16; ++i) {
-      Wgmma<kKeys>::template shared<kType>(
-          s, rows + (i / 4 * kTileRows * 128 + i % 4 * 32) / 16,
-          keys + (i / 4 * kKeys * 128 + i % 4 * 32) / 16, i > 0);
-    }
-    wgmma_commit();
-  }
 
   __device__ __forceinline__ void issue_output(const Operands &from, int keep) {
     const u64 values = matrix_descriptor(from.values, kKeys * 128, 1024);
@@ -256,12 +212,7 @@ struct PrefillCompute : PrefillRows<V> {
     RowResult result[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float total = quad_sum(part[h]);
-      result[h] = {-infinity(), 0.f};
-      if (total != 0.f) {
-        result[h].norm = __fdividef(1.f, total);  // sums stay far below 2^126
-        if (p.lse || p.sink || t.slot >= 0) result[h].lse = c[h] * kLn2 + logf(total);
-      }
+      result[h] = Rows::conclude_row(t, c[h], part[h], 1.f);
       norm[h] = row_of(t, h).finish(result[h]);
     }
     if (S::kStaged && t.staged) {
@@ -292,9 +243,7 @@ struct PrefillCompute : PrefillRows<V> {
   __device__ __forceinline__ void finish_tile(PrefillTile &t, int slot, const float (&c)[2],
                                               const float (&part)[2]) const {
     const float test = store(t, slot, c, part);
-    if (__any_sync(0xffffffffu, test != 0.f) && lane == 0 && atomicExch(&t.failed, 1) == 0) {
-      x.links[t.item] = atomicExch(&shared.rest().again, t.item);
-    }
+    Pipeline::note_failure(t, test != 0.f);
     leave_queries(slot);
   }
 };

@@ -7,49 +7,36 @@
 // Tiles whose sums are not finite run again, with the maximum in every key tile.
 #pragma once
 
-#include "arch/wgmma_fp8_sm90.cuh"
 #include "mainloop/fwd_sm90_fp8_load.cuh"
 #include "mainloop/fwd_sm90_fp8_store.cuh"
 #include "mainloop/fwd_sm90_fp8_turn.cuh"
 #include "mainloop/fwd_sm90_fp8_weights.cuh"
+#include "mainloop/fwd_sm90_pipeline.cuh"
 
 template <class V>
-struct Fp8Compute : Fp8Weights<V> {
+struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   using W = Fp8Weights<V>;
   using S = Fp8Shared<V>;
-  using W::kKeys, W::kWarpgroupRows, W::kSettled;
-  using W::p, W::x, W::warpgroup, W::lane, W::s, W::weight, W::scale, W::c, W::sum;
+  using Pipeline = PrefillPipeline<W, S>;
+  using typename Pipeline::Operands;
+  using W::kKeys, W::kSettled;
+  using W::p, W::lane, W::weight, W::scale, W::c, W::sum;
+  using Pipeline::shared, Pipeline::q, Pipeline::v, Pipeline::number;
+  using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
+  using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
   static constexpr int kDim = V::kHeadDim, kFlush = V::kFlush;
 
-  const S &shared;
-  Ring<S::kQueryStages> q;
-  Ring<S::kKeyStages> k;
-  Ring<S::kTurnedStages> v;
-  int number = 0;  // of the tile
   int held;        // key tiles in o
   float o[kDim / 2], total[kFlush ? kDim / 2 : 1];
 
   __device__ __forceinline__ Fp8Compute(const AttentionParams &p, const PrefillParams &x,
                                         const S &shared, int warpgroup)
-      : W(p, x, warpgroup), shared(shared) {}
+      : Pipeline(p, x, shared, warpgroup) {}
 
   // ---- barriers
 
-  __device__ __forceinline__ void release(const u64 &barrier) const {
-    if (lane == 0) mbarrier_arrive(shared_address(&barrier));
-  }
-  __device__ __forceinline__ void wait_keys() const {
-    mbarrier_wait(shared_address(&shared.rest().key_full[k.slot]), k.parity);
-  }
   __device__ __forceinline__ void wait_values() const {
     mbarrier_wait(shared_address(&shared.rest().turned_full[v.slot]), v.parity);
-  }
-  __device__ __forceinline__ const PrefillTile &wait_tile() const {
-    mbarrier_wait(shared_address(&shared.rest().query_full[q.slot]), q.parity);
-    return tile();
-  }
-  __device__ __forceinline__ PrefillTile &tile() const {
-    return shared.rest().tile[number % S::kTiles];
   }
   __device__ __forceinline__ void leave_queries() {
     __syncwarp();  // all lanes have read the tile before this one
@@ -57,11 +44,6 @@ struct Fp8Compute : Fp8Weights<V> {
     q.next(), ++number;
   }
   // After the wait for the products that read them.
-  __device__ __forceinline__ void have_scores() {
-    pin(s);
-    release(shared.rest().key_empty[k.slot]);
-    k.next();
-  }
   __device__ __forceinline__ void have_output() {
     pin(o);
     release(shared.rest().turned_empty[v.slot]);
@@ -73,31 +55,6 @@ struct Fp8Compute : Fp8Weights<V> {
   }
 
   // ---- products
-
-  // What the compiler does not know to be the same in all lanes costs a move an instruction.
-  __device__ __forceinline__ static u32 uniform(u32 address) {
-    return __shfl_sync(0xffffffffu, address, 0);
-  }
-
-  // The operands of the next products. Made before their barriers are waited for.
-  struct Operands {
-    u32 queries, keys, values;
-  };
-  __device__ __forceinline__ Operands operands() const {
-    return {uniform(shared.queries(q.slot) + warpgroup * kWarpgroupRows * 128),
-            uniform(shared.keys(k.slot)), uniform(shared.turned(v.slot))};
-  }
-
-  __device__ __forceinline__ void issue_scores(const Operands &from) {
-    const u64 keys = matrix_descriptor(from.keys, 16, 1024);
-    const u64 rows = matrix_descriptor(from.queries, 16, 1024);
-#pragma unroll
-    for (int i = 0; i < kDim / 32; ++i) {
-      WgmmaFp8<kKeys>::shared(s, rows + (i / 4 * kTileRows * 128 + i % 4 * 32) / 16,
-                              keys + (i / 4 * kKeys * 128 + i % 4 * 32) / 16, i > 0);
-    }
-    wgmma_commit();
-  }
 
   __device__ __forceinline__ void issue_output(const Operands &from) {
     constexpr int kSteps = S::kPanelKeys / 32;  // of a panel
@@ -307,12 +264,7 @@ struct Fp8Compute : Fp8Weights<V> {
     const float by = value_scale(p, t.request, t.kv_head);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float all = quad_sum(sum[h]);
-      RowResult result = {-infinity(), 0.f};
-      if (all != 0.f) {
-        result.norm = __fdividef(by, all);  // sums stay far below 2^126
-        if (p.lse || p.sink || t.slot >= 0) result.lse = c[h] * kLn2 + logf(all);
-      }
+      const RowResult result = W::conclude_row(t, c[h], sum[h], by);
       const Fp8OutputRow to = {p, t, W::token(t, h), W::head(t, h), lane % 4};
       if constexpr (kFlush > 0) {
         to.template store<kDim>(result, h, total);
@@ -327,8 +279,6 @@ struct Fp8Compute : Fp8Weights<V> {
     bool failed = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) failed |= W::token(t, h) < t.q_len && !(sum[h] < infinity());
-    if (__any_sync(0xffffffffu, failed) && lane == 0 && atomicExch(&t.failed, 1) == 0) {
-      x.links[t.item] = atomicExch(&shared.rest().again, t.item);
-    }
+    Pipeline::note_failure(t, failed);
   }
 };

@@ -2,10 +2,7 @@
 // loads values. Shared memory, its barriers, and what travels through it.
 #pragma once
 
-#include "arch/mma_sm80.cuh"
-#include "arch/tma_sm90.cuh"
-#include "block/tile_order.cuh"
-#include "mainloop/fwd_sm90_load.cuh"
+#include "mainloop/fwd_sm90_boxes.cuh"
 
 constexpr int kTransposingWarps = 2;
 
@@ -14,19 +11,21 @@ struct Parked {
   i32 n, loaded, number;
 };
 
-// Tiles are panels of 128 bytes a row, with the swizzle of 128 bytes; transposed values are panels
-// of kPanelKeys bytes a row, a row for each column of V, with the swizzle of that width.
+// Transposed values are panels of kPanelKeys bytes a row, a row for each column of V, with the
+// swizzle of that width.
 template <class V>
-struct Fp8Shared {
+struct Fp8Shared : AlignedShared {
+  static constexpr ScalarType kType = kE4m3;
   static constexpr int kQueryStages = V::kQueryStages, kKeyStages = V::kKeyStages;
   static constexpr int kValueStages = V::kValueStages, kTurnedStages = V::kTurnedStages;
   static constexpr int kKeys = V::kKeys, kDim = V::kHeadDim;
+  static constexpr int kOperandStages = kTurnedStages;
   static constexpr int kPanels = (kDim + 127) / 128;
+  static constexpr int kRowSteps = kDim / 32;  // of the product of queries and keys
   static constexpr int kPanelKeys = kKeys % 128 == 0 ? 128 : 64;
   static constexpr int kQueryBytes = kTileRows * kPanels * 128;
   static constexpr int kKeyBytes = kKeys * kPanels * 128;
   static constexpr int kTurnedBytes = kKeys * kDim;
-  static constexpr int kTiles = 4;  // a tile is read until the one after the next is begun
 
   struct Rest {
     u64 query_full[kQueryStages], query_empty[kQueryStages];
@@ -35,7 +34,7 @@ struct Fp8Shared {
     u64 turned_full[kTurnedStages], turned_empty[kTurnedStages];
     u64 drained;
     i32 from[kValueStages], until[kValueStages];  // rows that count; from kStop: no more values
-    PrefillTile tile[kTiles];
+    PrefillTile tile[kTilesKept];
     RequestOrder order;
     Parked parked;
     i32 again;  // the first tile to run again
@@ -49,12 +48,7 @@ struct Fp8Shared {
   static_assert(kKeyBytes % 1024 == 0 && kTurnedBytes % 1024 == 0, "");
   static_assert(sizeof(OrderScratch) <= kKeyStages * kKeyBytes, "");
 
-  char *base;
-  u32 address;  // of base: a multiple of 1024
-
-  __device__ __forceinline__ explicit Fp8Shared(char *smem)
-      : base(smem + (-shared_address(smem) & 1023u)),
-        address((shared_address(smem) + 1023u) & ~1023u) {}
+  using AlignedShared::AlignedShared;
 
   __device__ __forceinline__ Rest &rest() const {
     return *reinterpret_cast<Rest *>(base + kRestAt);
@@ -69,7 +63,7 @@ struct Fp8Shared {
   __device__ __forceinline__ u32 values(int slot) const {
     return address + kValuesAt + slot * kKeyBytes;
   }
-  __device__ __forceinline__ u32 turned(int slot) const {
+  __device__ __forceinline__ u32 operand(int slot) const {
     return address + kTurnedAt + slot * kTurnedBytes;
   }
 
@@ -99,62 +93,22 @@ struct Fp8Shared {
 };
 
 template <class V>
-struct Fp8Loader {
+struct Fp8Loader : BoxLoader<V::kKeys, 128> {
+  using Boxes = BoxLoader<V::kKeys, 128>;
   using S = Fp8Shared<V>;
   static constexpr int kKeys = V::kKeys, kPanels = S::kPanels;
 
-  const AttentionParams &p;
-  const PrefillParams &x;
-  const PrefillMaps &maps;
+  using Boxes::p, Boxes::x, Boxes::maps, Boxes::lane, Boxes::count_dealt;
+  using typename Boxes::Box;
+
   const S &shared;
-  const int lane = threadIdx.x & 31;
 
   __device__ __forceinline__ Fp8Loader(const AttentionParams &p, const PrefillParams &x,
                                        const PrefillMaps &maps, const S &shared)
-      : p(p), x(x), maps(maps), shared(shared) {}
-
-  // ---- boxes: lane i loads boxes i, i + 32, ... of a key tile
-
-  // Its rows in global memory.
-  struct Box {
-    int row, page;
-  };
-
-  __device__ __forceinline__ int first_key(int i) const { return i / kPanels * x.box_keys; }
-
-  // Looks the page up: well before the box is needed.
-  __device__ __forceinline__ Box locate_box(const PrefillTile &t, int n, int i) const {
-    const int at = first_key(i), key = n * kKeys + at;
-    if (!p.block_table) return {t.kv_row + key, 0};
-    const int column = static_cast<u32>(key) / static_cast<u32>(p.page_size);
-    Box box = {key - column * p.page_size, x.outside_page};
-    if (at < kKeys && key < t.kv_end && key + x.box_keys > t.kv_begin) {
-      box.page =
-          reinterpret_cast<const i32 *>(p.block_table + t.request * p.table_row_stride)[column];
-    }
-    return box;
-  }
-
-  __device__ __forceinline__ void load_box(const TensorMap *map, int i, const Box &box, int kv_head,
-                                           u32 to, u32 barrier) const {
-    const int panel = i % kPanels;
-    tma_load4(to + (panel * kKeys + first_key(i)) * 128, map, panel * 128, box.row, kv_head,
-              box.page, barrier);
-  }
-
-  __device__ __forceinline__ void load_boxes(const TensorMap *map, const PrefillTile &t, int n,
-                                             const Box &first, u32 to, u32 barrier) const {
-    if (first_key(lane) < kKeys) load_box(map, lane, first, t.kv_head, to, barrier);
-    if (x.box_keys * 32 < kKeys * kPanels) {
-#pragma unroll 1
-      for (int i = lane + 32; first_key(i) < kKeys; i += 32) {
-        load_box(map, i, locate_box(t, n, i), t.kv_head, to, barrier);
-      }
-    }
-  }
+      : Boxes(p, x, maps), shared(shared) {}
 
   __device__ __forceinline__ PrefillTile &tile(int number) const {
-    return shared.rest().tile[number % S::kTiles];
+    return shared.rest().tile[number % kTilesKept];
   }
 
   // ---- queries and keys
@@ -211,12 +165,12 @@ struct Fp8Loader {
   // As the `count`-th key tile of the block.
   __device__ __forceinline__ void load_keys(const PrefillTile &t, int n, u32 count) const {
     const int slot = count % S::kKeyStages;
-    const Box box = locate_box(t, n, lane);
+    const Box box = this->template locate_box<kPanels>(t, n, lane);
     mbarrier_wait(shared_address(&shared.rest().key_empty[slot]), count / S::kKeyStages % 2 ^ 1);
     const u32 full = shared_address(&shared.rest().key_full[slot]);
     if (lane == 0) mbarrier_arrive_expect(full, S::kKeyBytes);
     __syncwarp();
-    load_boxes(maps.k, t, n, box, shared.keys(slot), full);
+    this->template load_boxes<kPanels>(maps.k, t, n, box, shared.keys(slot), full);
   }
 
   // Describes `item`, or the first one after it that is anything. False: there is none.
@@ -230,18 +184,9 @@ struct Fp8Loader {
     return false;
   }
 
-  // Items that blocks have without a claim: one each. None beside another kernel, where some blocks
-  // start late.
-  __device__ __forceinline__ int count_dealt() const {
-    return x.most_skipped ? 0 : static_cast<int>(gridDim.x);
-  }
-
-  // The next item, in lane 0. Each item, and each block that was dealt none, claims one: the
-  // counter is 0 again after the last.
+  // The next item, in lane 0.
   __device__ __forceinline__ int claim() const {
-    if (lane > 0) return 0;
-    const u32 claims = count_items(x, shared.rest().order) + gridDim.x - count_dealt();
-    return count_dealt() + static_cast<int>(atomicInc(x.counter, claims - 1));
+    return count_dealt() + Boxes::claim(count_items(x, shared.rest().order));
   }
 
   __device__ __forceinline__ static int query_slot(int number) { return number % S::kQueryStages; }
@@ -258,10 +203,8 @@ struct Fp8Loader {
     const u32 full = shared_address(&shared.rest().query_full[slot]);
     if (lane == 0) mbarrier_arrive_expect(full, S::kQueryBytes);
     __syncwarp();
-    if (lane < kPanels) {
-      tma_load3(shared.queries(slot) + lane * kTileRows * 128, maps.q, lane * 128,
-                t.head_group << x.pack_shift, t.q_begin + t.token, full);
-    }
+    this->template load_rows<kPanels>(t.head_group << x.pack_shift, t.q_begin + t.token,
+                                      shared.queries(slot), full);
   }
 
   // A message without a tile.
@@ -293,7 +236,7 @@ struct Fp8Loader {
       const int begin = t.n_begin;
 #pragma unroll 1
       for (int n = t.n_end - 1; n >= begin; --n) {
-        const Box box = locate_box(t, n, lane);
+        const Box box = this->template locate_box<kPanels>(t, n, lane);
         mbarrier_wait(shared_address(&r.value_empty[v.slot]), v.parity ^ 1);
         const u32 full = shared_address(&r.value_full[v.slot]);
         if (lane == 0) {
@@ -302,7 +245,7 @@ struct Fp8Loader {
           mbarrier_arrive_expect(full, S::kKeyBytes);
         }
         __syncwarp();
-        load_boxes(maps.v, t, n, box, shared.values(v.slot), full);
+        this->template load_boxes<kPanels>(maps.v, t, n, box, shared.values(v.slot), full);
         v.next();
       }
     }

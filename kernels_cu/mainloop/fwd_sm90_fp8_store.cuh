@@ -2,42 +2,21 @@
 // four neighbouring columns, see fwd_sm90_fp8_turn.cuh.
 #pragma once
 
-#include "block/epilogue.cuh"
-#include "block/tile_order.cuh"
+#include "mainloop/fwd_sm90_store.cuh"
 
-// One row of a tile, which four neighbouring lanes hold.
-struct Fp8OutputRow {
-  const AttentionParams &p;
-  const PrefillTile &t;
-  int token;  // in the request
-  int head;
-  int quarter;  // this lane
-
+struct Fp8OutputRow : OutputRow {
   // `half` 1 is the row 8 after in the accumulators.
   template <int kDim>
   __device__ __forceinline__ void store(RowResult result, int half,
                                         const float (&o)[kDim / 2]) const {
-    const i64 at = static_cast<i64>(t.q_begin) + token;
     const bool inside = token < t.q_len;
+    const float norm = finish(result);
     if (t.slot >= 0) {
-      if (inside) store_partial<kDim>(at, result, half, o);
-      return;
-    }
-    float weight = 1.f;
-    if (p.sink) {
-      const float sink = load_sink(p, head);
-      StateSum state(fmaxf(result.lse, sink));
-      const float part = state.add(result.lse);
-      state.add(sink);
-      weight = state.weight(part);
-      result.lse = state.lse();
-    }
-    if (inside && quarter == 0) store_lse(p, at, head, result.lse);
-    char *const to = p.out + at * p.out_token_stride + head * p.out_head_stride;
-    if (p.out_type == kFp16) {
-      store_columns<kFp16, kDim>(inside, to, result.norm * weight, half, o);
+      if (inside) store_partial<kDim>(result, half, o);
+    } else if (p.out_type == kFp16) {
+      store_columns<kFp16, kDim>(inside, norm, half, o);
     } else {
-      store_columns<kBf16, kDim>(inside, to, result.norm * weight, half, o);
+      store_columns<kBf16, kDim>(inside, norm, half, o);
     }
   }
 
@@ -50,11 +29,9 @@ struct Fp8OutputRow {
   }
 
   template <int kDim>
-  __device__ __forceinline__ void store_partial(i64 at, RowResult result, int half,
+  __device__ __forceinline__ void store_partial(RowResult result, int half,
                                                 const float (&o)[kDim / 2]) const {
-    const i64 row = (static_cast<i64>(t.slot) * p.total_q + at) * p.heads_q + head;
-    if (quarter == 0) p.partial_lse[row] = result.lse;
-    float *const to = p.partial_out + row * p.head_dim_v;
+    float *const to = begin_partial(result);
 #pragma unroll
     for (int chunk = 0; chunk < kDim / 16; ++chunk) {
       const int column = 16 * chunk + 4 * quarter;
@@ -66,8 +43,9 @@ struct Fp8OutputRow {
 
   // Even lanes take the first of two chunks of 16 columns, odd ones the second: stores of 16 bytes.
   template <ScalarType kType, int kDim>
-  __device__ __forceinline__ void store_columns(bool inside, char *to, float norm, int half,
+  __device__ __forceinline__ void store_columns(bool inside, float norm, int half,
                                                 const float (&o)[kDim / 2]) const {
+    char *const to = out_row();
     const bool odd = quarter & 1;
 #pragma unroll
     for (int pair = 0; pair < kDim / 32; ++pair) {

@@ -33,7 +33,7 @@ struct Fp8Transposer {
       mbarrier_wait(shared_address(&r.value_full[v.slot]), v.parity);
       const int from = r.from[v.slot], until = r.until[v.slot];
       if (from == kStop) return;
-      const u32 source = shared.values(v.slot), to = shared.turned(turned.slot);
+      const u32 source = shared.values(v.slot), to = shared.operand(turned.slot);
       if (from > 0 || until < kKeys) {
         clear_rows(source, 0, min(from, kKeys));
         clear_rows(source, max(until, 0), kKeys);

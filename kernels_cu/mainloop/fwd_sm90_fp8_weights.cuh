@@ -9,47 +9,26 @@
 // and the sum below 2^8 again. Only from a weight past 2^100 it does not: the sum is infinite then.
 #pragma once
 
-#include "block/soft_cap.cuh"
-#include "block/tile_order.cuh"
+#include "mainloop/fwd_sm90_rows.cuh"
 
 template <class V>
-struct Fp8Weights {
+struct Fp8Weights : TileRows<V::kKeys> {
+  using Rows = TileRows<V::kKeys>;
+  using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane, Rows::s, Rows::c, Rows::sum;
+  using Rows::token;
   static constexpr int kKeys = V::kKeys;
-  static constexpr int kWarpgroupRows = 64;
   static constexpr float kTop = 8.f;  // of weights after a maximum, to base 2
   static constexpr float kLargestWeight = 448.f, kSmallWeight = 64.f;
   static constexpr float kLargestMove = 0x1p100f;  // from a weight of this size
   static constexpr int kSettled = 4;
 
-  const AttentionParams &p;
-  const PrefillParams &x;
-  const int warpgroup, warp, lane;  // 0 or 1; of the warpgroup; of the warp
-  float s[kKeys / 2];               // scores, then weights
-  u32 weight[kKeys / 32][4];        // in 8 bits
-  float scale;                      // of scores, to base 2; of modified ones 1
-  float natural;                    // of scores
-  float c[2], sum[2];  // of rows lane / 4 and 8 after: the shift to base 2, and the sum
+  u32 weight[kKeys / 32][4];  // in 8 bits
+  float scale;                // of scores, to base 2; of modified ones 1
+  float natural;              // of scores
 
-  __device__ __forceinline__ Fp8Weights(const AttentionParams &p, const PrefillParams &x,
-                                        int warpgroup)
-      : p(p),
-        x(x),
-        warpgroup(warpgroup),
-        warp(static_cast<int>(threadIdx.x / 32) & 3),
-        lane(static_cast<int>(threadIdx.x) & 31) {}
+  using Rows::Rows;
 
   // ---- scores
-
-  // This lane's first row in the tile; the other one is 8 after.
-  __device__ __forceinline__ int row() const {
-    return warpgroup * kWarpgroupRows + warp * 16 + lane / 4;
-  }
-  __device__ __forceinline__ int token(const PrefillTile &t, int h) const {
-    return t.token + ((row() + 8 * h) >> x.pack_shift);
-  }
-  __device__ __forceinline__ int head(const PrefillTile &t, int h) const {
-    return (t.head_group << x.pack_shift) + ((row() + 8 * h) & ((1 << x.pack_shift) - 1));
-  }
 
   __device__ __forceinline__ void load_scale(const PrefillTile &t) {
     natural = score_scale(p, t.request, t.kv_head);
@@ -89,29 +68,7 @@ struct Fp8Weights {
   // Soft cap and ALiBi; scores are to base 2 then.
   __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
     if constexpr (V::kScoreMod) {
-      if (p.softcap > 0.f) {
-        SoftCap(natural / p.softcap, p.softcap * kLog2e).apply(s);
-      } else {
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) s[i] *= natural * kLog2e;
-      }
-      if (p.alibi_slopes) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float steep =
-              -kLog2e * load_float(p.alibi_slopes, t.request * p.alibi_batch_stride +
-                                                       head(t, h) * p.alibi_head_stride);
-          const int position = token(t, h) + t.shift - n * kKeys - lane % 4 * 2;
-#pragma unroll
-          for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float distance = fabsf(static_cast<float>(position - 8 * j - e));
-              s[4 * j + 2 * h + e] = fmaf(steep, distance, s[4 * j + 2 * h + e]);
-            }
-          }
-        }
-      }
+      Rows::modify_scores(t, n, natural, [&](int h) { return Rows::load_slope(t, h); });
     }
   }
 

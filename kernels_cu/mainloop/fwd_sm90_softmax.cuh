@@ -7,13 +7,12 @@
 #pragma once
 
 #include "arch/wgmma_sm90.cuh"
-#include "block/soft_cap.cuh"
-#include "block/tile_order.cuh"
+#include "mainloop/fwd_sm90_rows.cuh"
 
 template <class V>
-struct PrefillRows {
+struct PrefillRows : TileRows<V::kKeys> {
+  using Rows = TileRows<V::kKeys>;
   static constexpr int kKeys = V::kKeys, kDv = V::kHeadDimV;
-  static constexpr int kWarpgroupRows = 64;
   static constexpr ScalarType kType = V::kCompute;
   // Weights up to here are exact in 16 bits, and sums far from the end of float32.
   static constexpr float kLargestSum = kType == kFp16 ? 0x1p15f : 0x1p40f;
@@ -25,44 +24,23 @@ struct PrefillRows {
   static constexpr float kWildSpread = 120.f;
   static constexpr int kManyKeyTiles = 8;
 
-  const AttentionParams &p;
-  const int pack_shift;
-  const int warpgroup, warp, lane;  // 0 or 1; of the warpgroup; of the warp
-  float scale;                      // of scores, to base 2; of modified ones 1
-  float s[kKeys / 2], o[kDv / 2];
+  using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane, Rows::s, Rows::c, Rows::sum;
+  using Rows::token, Rows::head;
+
+  float scale;  // of scores, to base 2; of modified ones 1
+  float o[kDv / 2];
   u32 weight[kKeys / 16][4];
-  float c[2], sum[2];  // of rows lane / 4 and 8 after: the shift to base 2, and the sum
-  float slope[2];      // of ALiBi
+  float slope[2];  // of ALiBi
 
   __device__ __forceinline__ PrefillRows(const AttentionParams &p, int pack_shift, int warpgroup)
-      : p(p),
-        pack_shift(pack_shift),
-        warpgroup(warpgroup),
-        warp(static_cast<int>(threadIdx.x / 32) & 3),
-        lane(static_cast<int>(threadIdx.x) & 31),
-        scale(V::kScoreMod ? 1.f : p.softmax_scale * kLog2e) {}
+      : Rows(p, pack_shift, warpgroup), scale(V::kScoreMod ? 1.f : p.softmax_scale * kLog2e) {}
 
   // ---- scores
-
-  // This lane's first row in the tile; the other one is 8 after.
-  __device__ __forceinline__ int row() const {
-    return warpgroup * kWarpgroupRows + warp * 16 + lane / 4;
-  }
-  __device__ __forceinline__ int token(const PrefillTile &t, int h) const {
-    return t.token + ((row() + 8 * h) >> pack_shift);
-  }
-  __device__ __forceinline__ int head(const PrefillTile &t, int h) const {
-    return (t.head_group << pack_shift) + ((row() + 8 * h) & ((1 << pack_shift) - 1));
-  }
 
   __device__ __forceinline__ void load_slopes(const PrefillTile &t) {
     if constexpr (V::kScoreMod) {
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        slope[h] = p.alibi_slopes ? load_float(p.alibi_slopes, t.request * p.alibi_batch_stride +
-                                                                   head(t, h) * p.alibi_head_stride)
-                                  : 0.f;
-      }
+      for (int h = 0; h < 2; ++h) slope[h] = p.alibi_slopes ? Rows::load_slope(t, h) : 0.f;
     }
   }
 
@@ -98,28 +76,7 @@ struct PrefillRows {
   // Soft cap and ALiBi; scores are to base 2 then.
   __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
     if constexpr (V::kScoreMod) {
-      if (p.softcap > 0.f) {
-        soft_cap().apply(s);
-      } else {
-        const float natural = p.softmax_scale * kLog2e;
-#pragma unroll
-        for (int i = 0; i < kKeys / 2; ++i) s[i] *= natural;
-      }
-      if (p.alibi_slopes) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float steep = -slope[h] * kLog2e;
-          const int position = token(t, h) + t.shift - n * kKeys - lane % 4 * 2;
-#pragma unroll
-          for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const float distance = fabsf(static_cast<float>(position - 8 * j - e));
-              s[4 * j + 2 * h + e] = fmaf(steep, distance, s[4 * j + 2 * h + e]);
-            }
-          }
-        }
-      }
+      Rows::modify_scores(t, n, p.softmax_scale, [&](int h) { return slope[h]; });
     }
   }
 

@@ -1,4 +1,4 @@
-// From accumulators of the Hopper prefill to the result, straight from registers: it overlaps the
+// From accumulators of the Hopper prefills to the result, straight from registers: it overlaps the
 // products of the other warpgroup.
 #pragma once
 
@@ -31,15 +31,25 @@ struct OutputRow {
     return result.norm;
   }
 
+  __device__ __forceinline__ char *out_row() const {
+    const i64 at = static_cast<i64>(t.q_begin) + token;
+    return p.out + at * p.out_token_stride + head * p.out_head_stride;
+  }
+
+  // The partial result's row, and its LSE stored.
+  __device__ __forceinline__ float *begin_partial(RowResult result) const {
+    const i64 at = static_cast<i64>(t.slot) * p.total_q + t.q_begin + token;
+    const i64 row = at * p.heads_q + head;
+    if (quarter == 0) p.partial_lse[row] = result.lse;
+    return p.partial_out + row * p.head_dim_v;
+  }
+
   // `half` 1 is the row 8 after in the accumulators, which hold columns 8j + 2 quarter + {0, 1}.
   // Returns 0, or NaN where anything is not finite.
   template <int kDv>
   __device__ __forceinline__ float store_partial(RowResult result, int half,
                                                 const float (&o)[kDv / 2]) const {
-    const i64 at = static_cast<i64>(t.slot) * p.total_q + t.q_begin + token;
-    const i64 row = at * p.heads_q + head;
-    if (quarter == 0) p.partial_lse[row] = result.lse;
-    float *const to = p.partial_out + row * p.head_dim_v;
+    float *const to = begin_partial(result);
     float test = 0.f;
 #pragma unroll
     for (int j = 0; j < kDv / 8; ++j) {
@@ -51,13 +61,12 @@ struct OutputRow {
     return test;
   }
 
-  // Even lanes take the first of two groups of 8 columns, odd ones the second: stores of 8 bytes, 32 a
-  // row. Returns 0, or NaN where anything is not finite.
+  // Even lanes take the first of two groups of 8 columns, odd ones the second: stores of 8 bytes,
+  // 32 a row. Returns 0, or NaN where anything is not finite.
   template <ScalarType kType, int kDv>
   __device__ __forceinline__ u32 store_columns(bool inside, float norm, int half,
                                                const float (&o)[kDv / 2]) const {
-    const i64 at = static_cast<i64>(t.q_begin) + token;
-    char *const to = p.out + at * p.out_token_stride + head * p.out_head_stride + quarter / 2 * 8;
+    char *const to = out_row() + quarter / 2 * 8;
     const bool odd = quarter & 1;
     u32 test = 0;
 #pragma unroll
@@ -83,8 +92,9 @@ __device__ __forceinline__ float sum_pairs(u32 pair) {
   return both.x + both.y;
 }
 
-// 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a row
-// with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not finite.
+// 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a
+// row with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not
+// finite.
 template <ScalarType kType, int kDv>
 __device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const float (&norm)[2],
                                             const float (&o)[kDv / 2]) {
