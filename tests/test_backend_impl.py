@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from conftest import Path
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from steps import Case, Made, cases, lengths
 
+from cupyflash import fa_version
 from cupyflash.backend import AttentionType
 from cupyflash.backends import CrossAttentionBuilder, EncoderOnlyAttentionBuilder
 from cupyflash.backends.cross_attention import encoder_slot_mapping
@@ -34,6 +36,17 @@ def test_a_step_of_the_real_kernels(path, case, blocks):
     made = Made(path, case.replace(lengths=lengths, prefix=prefix))
     out = made.run(made.builder.build(prefix, made.common))
     check_cascade(made, out, prefix) if prefix else made.expected().check(out)
+
+
+@pytest.mark.gpu
+@given(case=cases())
+def test_a_step_of_the_portable_kernels(case):
+    """Where the default is those of compute capability 9.0."""
+    path = Path("gpu")
+    with fa_version(2):
+        made = Made(path, case)
+        out = made.run(made.builder.build(0, made.common))
+    made.expected().check(out)
 
 
 @given(case=cases(head_size=32), fast=st.booleans())
