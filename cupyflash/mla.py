@@ -61,6 +61,7 @@ def mla_decode(
     fa_version: int | None = None,
     workspace: Array = None,
     batch_invariant: bool = False,
+    kv_descale: Any = None,
     stream: Any = None,
 ) -> Any:
     """Attention of absorbed queries over a paged latent cache.
@@ -77,7 +78,7 @@ def mla_decode(
         Their rotated part.
     kv_cache : array [num_blocks, block_size, 1, latent_dim + rope_dim]
         Or without the axis of heads; 512 + 64 in DeepSeek models. Any block size and strides, the
-        last dimension contiguous.
+        last dimension contiguous. Of the queries' type, or e4m3 (uint8).
     block_table : array [batch, max_blocks], int32
     seqused_k : array [batch], int32
         Keys of each request, those of the new tokens included.
@@ -97,6 +98,9 @@ def mla_decode(
         Where to write the natural log-sum-exp of the scores.
     batch_invariant, stream
         As in `flash_attn_varlen_func`.
+    kv_descale : number, or array [1] or [batch, 1], float32, optional
+        What the numbers of an e4m3 cache are multiplied by, those of both parts: the ``scale`` that
+        `concat_and_cache_mla` was given. 1 if None.
 
     Returns
     -------
@@ -148,6 +152,8 @@ def mla_decode(
         num_splits=num_splits,
         fa_version=fa_version,
         workspace=workspace,
+        k_descale=kv_descale,
+        v_descale=kv_descale,
         batch_invariant=batch_invariant,
         stream=stream,
     )

@@ -88,7 +88,7 @@ SUPPORT: tuple[Row, ...] = (
         (8, 0),
         (99, 9),
         (FP16, BF16),
-        (FP16, BF16),
+        (FP16, BF16, E4M3),
         largest_head_dim=64,
         largest_head_dim_v=512,
         latent=True,

@@ -41,13 +41,16 @@ def config(**changes):
 class Layer:
     """A layer with the cache of some requests, whose first tokens are stored already."""
 
-    def __init__(self, lengths, dtype=np.float32, xp=np, seed=0, threshold=128, room=64 * 1024):
+    def __init__(
+        self, lengths, dtype=np.float32, xp=np, seed=0, threshold=128, room=64 * 1024, cache="auto"
+    ):
         self.lengths, self.xp, self.dtype = lengths, xp, np.dtype(dtype)
         rng = np.random.default_rng(seed)
         weight = rng.standard_normal((LATENT, HEADS * (NOPE + DIM_V))) * LATENT**-0.5
         self.weight = weight.astype(dtype)
+        self.layer = SimpleNamespace(_k_scale=0.25)
         self.impl = MLAImpl(
-            HEADS, LATENT + ROPE, SCALE, kv_lora_rank=LATENT, qk_nope_head_dim=NOPE,
+            HEADS, LATENT + ROPE, SCALE, 1, cache, kv_lora_rank=LATENT, qk_nope_head_dim=NOPE,
             qk_rope_head_dim=ROPE, v_head_dim=DIM_V, kv_b_proj=xp.asarray(self.weight),
         )  # fmt: skip
         self.config = BackendConfig(max_num_seqs=16, layers={"a": self.impl})
@@ -71,7 +74,10 @@ class Layer:
             token = np.arange(kv_len)
             slots.append(table[i, token // BLOCK].astype(np.int64) * BLOCK + token % BLOCK)
         shape = MLABackend.get_kv_cache_shape(len(order), BLOCK, 1, LATENT + ROPE)
-        self.cache = self.xp.asarray(np.full(shape, np.nan, self.dtype))
+        fill = (
+            np.full(shape, 0x7F, np.uint8) if self.impl.fp8 else np.full(shape, np.nan, self.dtype)
+        )
+        self.cache = self.xp.asarray(fill)
         self._store(self.rows, np.concatenate(slots))
         new = np.concatenate([s[len(s) - q :] for s, q in zip(slots, q_lens, strict=True)])
         starts = np.cumsum([0, *q_lens]).astype(np.int32)
@@ -85,10 +91,8 @@ class Layer:
 
     def _store(self, rows, slots):
         rows, xp = np.concatenate(rows), self.xp
-        self.impl.do_kv_cache_update(
-            None, xp.asarray(rows[:, :LATENT].copy()), xp.asarray(rows[:, None, LATENT:].copy()),
-            self.cache, xp.asarray(slots),
-        )  # fmt: skip
+        new = xp.asarray(rows[:, :LATENT].copy()), xp.asarray(rows[:, None, LATENT:].copy())
+        self.impl.do_kv_cache_update(self.layer, *new, self.cache, xp.asarray(slots))
 
     def run(self, padding=2):
         step = self.builder.build(0, self.common())
@@ -97,7 +101,7 @@ class Layer:
                                                                   strict=True)])  # fmt: skip
         out = self.xp.asarray(np.full((len(query), HEADS * DIM_V), np.nan, self.dtype))
         found = self.impl.forward(
-            None, self.xp.asarray(query.astype(self.dtype)), self.xp.asarray(new[:, :LATENT]),
+            self.layer, self.xp.asarray(query.astype(self.dtype)), self.xp.asarray(new[:, :LATENT]),
             self.xp.asarray(new[:, None, LATENT:]), self.cache, step, out,
         )  # fmt: skip
         assert found is out
@@ -105,11 +109,22 @@ class Layer:
         assert np.isnan(host[len(query) - padding :].astype(np.float32)).all()
         return host[: len(query) - padding].reshape(-1, HEADS, DIM_V), step
 
-    def right(self):
+    def stored(self):
+        """The rows as the cache has them: those of the context, or all where none are expanded."""
+        if not self.impl.fp8:
+            return self.rows
+        kind = ml_dtypes.float8_e4m3fn
+        return [(r.astype(np.float32) / 0.25).astype(kind).astype(np.float32) * 0.25
+                for r in self.rows]  # fmt: skip
+
+    def right(self, new_from_cache=True):
         """Expanded in float64, request by request."""
         outs = []
         weight = self.weight.astype(np.float64).reshape(LATENT, HEADS, NOPE + DIM_V)
-        for rows, query in zip(self.rows, self.query, strict=True):
+        for rows, new, query in zip(self.stored(), self.rows, self.query, strict=True):
+            if not new_from_cache:
+                first = len(rows) - len(query)
+                rows = np.concatenate([rows[:first], new[first:]])
             both = np.einsum("tl,lhd->thd", rows[:, :LATENT].astype(np.float64), weight)
             rope = np.broadcast_to(
                 rows[:, None, LATENT:].astype(np.float64), (len(rows), HEADS, ROPE)
@@ -146,6 +161,19 @@ def test_16_bits(latent_path, dtype, threshold):
     baseline, _ = Layer(lengths, dtype, threshold=0).run()
     found, _ = layer.run()
     assert_within(found, layer.right(), baseline)
+
+
+@pytest.mark.parametrize("threshold", [0, 128], ids=["expanded", "absorbed"])
+def test_8_bit_caches(latent_path, threshold):
+    """Rows that come from the cache are as it has them; those of new tokens as they were given."""
+    lengths = ((1, 40), (3, 17), (7, 30))
+    options = {"threshold": threshold, "room": 32}
+    layer = Layer(lengths, np.float16, latent_path.xp, cache="fp8", **options)
+    found, _ = layer.run()
+    right = layer.right(new_from_cache=threshold > 0)
+    baseline, _ = Layer(lengths, np.float16, cache="fp8", **options).run()
+    assert_within(found, right, baseline)
+    np.testing.assert_allclose(baseline.astype(np.float32), right, rtol=2e-2, atol=1e-2)
 
 
 def test_requests_are_decoded_up_to_the_first_long_one():
@@ -205,6 +233,7 @@ def test_profiling_writes_zeros():
 @pytest.mark.parametrize("capability", [None, (8, 0), (8, 6), (9, 0), (12, 0)])
 def test_latent_models_get_this_backend(capability):
     assert get_attn_backend(config(), capability) is MLABackend
+    assert get_attn_backend(config(kv_cache_dtype="fp8"), capability) is MLABackend
     assert unsupported_reasons(config(), capability)["FLASH_ATTN"]
     assert get_attn_backend(config(use_mla=False, head_size=64), capability) is not MLABackend
 
@@ -218,8 +247,8 @@ def test_latent_models_get_this_backend(capability):
         ({"use_alibi": True}, "no ALiBi"),
         ({"head_size": 64}, "head_size=64 .* from 72 to 576"),
         ({"head_size": 584}, "head_size=584"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype='fp8' is not the model's"),
-        ({"kv_cache_dtype": "float16"}, "is not the model's; use 'auto'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype='fp8_e5m2' is neither the model's nor"),
+        ({"kv_cache_dtype": "float16"}, "is neither the model's nor e4m3; use 'auto' or 'fp8'"),
         ({"dtype": "float32"}, "dtype=float32 is not one of fp16, bf16"),
         ({"block_size": 24}, "block_size=24"),
         ({"attn_type": "encoder"}, "attn_type='encoder' is not decoder"),
@@ -240,6 +269,7 @@ def test_numpy_takes_float32_and_old_gpus_are_refused():
     ("changes", "words"),
     [
         ({"num_kv_heads": 2}, "a latent cache has 1"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "a latent cache of 8 bits is e4m3"),
         ({"head_size": 64}, r"kv_lora_rank \+ qk_rope_head_dim = 80"),
         ({"kv_b_proj": np.zeros((64, 10))}, r"kv_b_proj has shape \(64, 10\).*\[64, 224\]"),
     ],

@@ -21,22 +21,32 @@ H200 = DeviceInfo("H200", 0, (9, 0), 132, 227 << 10)
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
 @settings(max_examples=60)
-@given(case=LATENT, kind=st.sampled_from(["bf16", "fp16"]), order=st.integers(0, 9), **OPTIONS)
-def test_any_case_in_any_order_of_warps(arch, case, kind, order, num_splits, batch_invariant):
-    case = case.replace(q_type=kind, kv_type=kind)
+@given(
+    case=LATENT,
+    kind=st.sampled_from(["bf16", "fp16"]),
+    eight_bit=st.booleans(),
+    order=st.integers(0, 9),
+    **OPTIONS,
+)
+def test_any_case_in_any_order_of_warps(
+    arch, case, kind, eight_bit, order, num_splits, batch_invariant
+):
+    case = case.replace(q_type=kind, kv_type="e4m3" if eight_bit else kind, descale=eight_bit)
     with emulated(arch, seed=order):
         case.make().check(
             flash_attn_varlen_func, num_splits=num_splits, batch_invariant=batch_invariant
         )
 
 
+@pytest.mark.parametrize("kind", ["bf16", "e4m3"])
 @pytest.mark.parametrize("heads", [1, 16, 17, 128])
-def test_a_cache_row_is_read_once_a_row_block(heads):
+def test_a_cache_row_is_read_once_a_row_block(heads, kind):
     """16 or 32 rows share a row of the cache, and nothing else of the cache is read."""
-    case = CASE.replace(lengths=((1, 127), (1, 64)), group_size=heads)
+    case = CASE.replace(lengths=((1, 127), (1, 64)), group_size=heads, kv_type=kind)
     inputs = case.make()
     with emulated("sm_80") as device:
         inputs.check(flash_attn_varlen_func, num_splits=1)
+        assert ("e4m3" in device.reports[-1].symbol) == (kind == "e4m3")
     rows = 16 if heads <= 16 else 32
     cache = inputs.placed["kv"].view
     keys = sum(case.kv_lens) * cache.shape[-1] * cache.itemsize

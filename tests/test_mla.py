@@ -75,6 +75,13 @@ def test_any_ragged_batch_in_the_other_type(latent_path, case):
     on_types_of(latent_path, case).make(latent_path.xp).check(flash_attn_varlen_func)
 
 
+@given(case=LATENT, descale=st.booleans())
+def test_any_ragged_batch_of_8_bit_latents(latent_path, case, descale):
+    case = on_types_of(latent_path, case) if case.seed % 2 else case
+    case = case.replace(kv_type="e4m3", descale=descale)
+    case.make(latent_path.xp).check(flash_attn_varlen_func)
+
+
 @pytest.mark.parametrize("heads", [1, 2, 8, 16, 20, 64, 128])
 @pytest.mark.parametrize("page", [16, 64, 128])
 def test_any_number_of_heads_over_any_page(latent_path, heads, page):
@@ -183,10 +190,46 @@ def test_head_sizes(dims, words):
         CASE.replace(head_dim=dims[0], head_dim_v=dims[1]).make().call(flash_attn_varlen_func)
 
 
-def test_8_bit_latents_are_refused():
-    case = CASE.replace(kv_type="e4m3", head_dim_v=64)
-    with pytest.raises(NotImplementedError, match="q_v with q in bf16 and v in e4m3"):
-        case.make().call(flash_attn_varlen_func)
+@pytest.mark.parametrize("changes", [{"kv_type": "e5m2"}, {"q_type": "e4m3", "kv_type": "e4m3"}])
+def test_8_bit_queries_and_e5m2_are_refused(changes):
+    inputs = CASE.replace(head_dim_v=64, **changes).make()
+    with pytest.raises(NotImplementedError, match=r"q_v with q in .* and v in e"):
+        inputs.call(flash_attn_varlen_func)
+
+
+@pytest.mark.parametrize("scale", [0.5, "array", "request"])
+def test_a_cache_of_8_bits_that_was_written_with_a_scale(latent_path, scale):
+    """Written, then read with the same scale: as the 16-bit rows that it stands for."""
+    xp, rng = latent_path.xp, np.random.default_rng(3)
+    tokens, heads = 70, 16
+    rows = rng.standard_normal((tokens, 576)).astype(np.float16)
+    cache = xp.zeros((6, 16, 1, 576), np.uint8)
+    slots = rng.permutation(6 * 16)[:tokens]
+    table = xp.arange(6, dtype=np.int32)[None]
+    cupyflash.concat_and_cache_mla(
+        xp.asarray(rows[:, :512]), xp.asarray(rows[:, None, 512:]), cache, xp.asarray(slots),
+        "fp8", 0.5,
+    )  # fmt: skip
+    wide = to_numpy(cache).view(ml_dtypes.float8_e4m3fn).astype(np.float16) * np.float16(0.5)
+    q = rng.standard_normal((1, heads, 576)).astype(np.float16)
+    descale = {0.5: 0.5, "array": xp.full(1, 0.5, np.float32),
+               "request": xp.full((1, 1), 0.5, np.float32)}[scale]  # fmt: skip
+    options = {
+        "cu_seqlens_q": xp.asarray(np.array([0, 1], np.int32)), "max_seqlen_q": 1,
+        "max_seqlen_k": 96, "softmax_scale": 0.07,
+    }  # fmt: skip
+    used = xp.asarray(np.array([96], np.int32))
+    args = (xp.asarray(q[..., :512].copy()), xp.asarray(q[..., 512:].copy()))
+    found = mla_decode(*args, cache, table, used, kv_descale=descale, **options)
+    right = mla_decode(*args, xp.asarray(wide), table, used, **options)
+    found, right = (to_numpy(each).astype(np.float32) for each in (found, right))
+    np.testing.assert_allclose(found, right, rtol=2e-3, atol=1e-3)
+
+
+def test_a_descale_of_a_16_bit_cache_is_refused():
+    _, args = decode(CASE)
+    with pytest.raises(ValueError, match="k_descale given, but k is bf16"):
+        mla_decode(**args, kv_descale=0.5)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

@@ -12,7 +12,7 @@ from cupyflash.backend import (
 )
 from cupyflash.backend_config import kv_storage_type
 from cupyflash.fa_version import resolve_need
-from cupyflash.runtime.dtypes import BF16, FP16, FP32, ScalarType, parse_scalar_type
+from cupyflash.runtime.dtypes import BF16, E4M3, FP16, FP32, ScalarType, parse_scalar_type
 from cupyflash.support import Need
 
 from .mla_builder import MLAMetadataBuilder
@@ -37,7 +37,9 @@ class MLABackend(AttentionBackend):
 
     accept_output_buffer: ClassVar[bool] = True
     supported_dtypes: ClassVar[tuple[ScalarType, ...]] = (FP16, BF16)
-    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = ("auto", "float16", "bfloat16")
+    supported_kv_cache_dtypes: ClassVar[tuple[str, ...]] = (
+        "auto", "float16", "bfloat16", "fp8", "fp8_e4m3",
+    )  # fmt: skip
     forward_includes_kv_cache_update: ClassVar[bool] = False
 
     @staticmethod
@@ -108,7 +110,8 @@ class MLABackend(AttentionBackend):
     @staticmethod
     def _device_reasons(config: AttentionSelectorConfig, capability: tuple[int, int]) -> list[str]:
         kind = parse_scalar_type(config.dtype)
-        need = Need(_LARGEST_ROPE, _LARGEST_LATENT, kind, kind, latent=True)
+        stored = kv_storage_type(config.kv_cache_dtype, config.dtype)
+        need = Need(_LARGEST_ROPE, _LARGEST_LATENT, kind, stored, latent=True)
         try:
             resolve_need(need, capability)
         except (ValueError, NotImplementedError) as error:
@@ -131,6 +134,9 @@ class MLABackend(AttentionBackend):
             stored: Any = kv_storage_type(config.kv_cache_dtype, config.dtype)
         except ValueError:
             stored = None
-        if stored != kind:
-            return [f"kv_cache_dtype={config.kv_cache_dtype!r} is not the model's; use 'auto'"]
+        if stored not in (kind, E4M3):
+            return [
+                f"kv_cache_dtype={config.kv_cache_dtype!r} is neither the model's nor e4m3; use "
+                "'auto' or 'fp8'"
+            ]
         return []

@@ -14,6 +14,7 @@ from cupyflash.mla import ContextChunk, mla_decode, mla_prefill
 from cupyflash.runtime.arrays import array_module
 
 from .dcp import check_has_group
+from .latent_fp8 import dequantised, is_fp8_cache
 from .mla_metadata import MLADecode, MLAMetadata, MLAPrefill, MLARanks
 
 __all__ = ["MLAImpl"]
@@ -42,7 +43,8 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
     num_kv_heads : int
         1.
     kv_cache_dtype : str
-        ``"auto"``, or the model's type by its name.
+        ``"auto"``, the model's type by its name, or ``"fp8"``: e4m3, of which the layer's
+        ``_k_scale`` is the scale of both parts.
     kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim : int
         Of the latent, of both parts of q and k, and of v.
     kv_b_proj : array [kv_lora_rank, num_heads * (qk_nope_head_dim + v_head_dim)]
@@ -54,7 +56,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
     Raises
     ------
     ValueError
-        Sizes that do not fit each other.
+        Sizes that do not fit each other, or a cache in another 8-bit type.
     """
 
     can_return_lse_for_decode: ClassVar[bool] = False
@@ -85,6 +87,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
                 f"kv_b_proj has shape {kv_b_proj.shape}; it must be [{kv_lora_rank}, {expanded}]: "
                 "the latent, and keys and values of all heads"
             )
+        self.fp8 = is_fp8_cache(kv_cache_dtype)
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.kv_cache_dtype, self.kv_lora_rank = kv_cache_dtype, kv_lora_rank
         self.qk_nope_head_dim, self.qk_rope_head_dim = qk_nope_head_dim, qk_rope_head_dim
@@ -113,7 +116,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         Parameters
         ----------
         layer : AttentionLayer
-            Not read: the cache has no scales.
+            ``_k_scale`` is read where the cache is 8-bit.
         query : array [tokens, num_heads, qk_nope_head_dim + qk_rope_head_dim]
             The second part rotated. Rows past ``num_actual_tokens`` are padding.
         key : array [tokens, kv_lora_rank]
@@ -137,7 +140,6 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         TypeError, ValueError, NotImplementedError
             As `mla_decode` and `mla_prefill`; or an option that the backend does not have.
         """
-        del layer
         if output_scale is not None or output_block_scale is not None:
             raise NotImplementedError("output_scale: attention writes 16 bit; quantise its output")
         if self.need_to_return_lse_for_decode:
@@ -151,17 +153,15 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         heads = output.reshape(output.shape[0], self.num_heads, self.v_head_dim)
         if heads.size and not array_module(output).shares_memory(heads, output):
             raise ValueError(f"output has strides {output.strides}; it must be contiguous")
-        first = 0
+        first, rope = 0, value.reshape(value.shape[0], self.qk_rope_head_dim)
         if step.decode is not None:
             first = step.decode.num_tokens
-            rope = value.reshape(value.shape[0], self.qk_rope_head_dim)
             new = key[:first], rope[:first]
-            self._decode(query[:first], new, kv_cache, step, step.decode, heads[:first])
+            self._decode(layer, query[:first], new, kv_cache, step, step.decode, heads[:first])
         if step.prefill is not None:
             rows = slice(first, step.num_actual_tokens)
-            rope = value.reshape(value.shape[0], self.qk_rope_head_dim)
             new = self._expanded(key[rows], rope[rows])
-            self._prefill(query[rows], new, kv_cache, step, step.prefill, heads[rows])
+            self._prefill(layer, query[rows], new, kv_cache, step, step.prefill, heads[rows])
         return output
 
     def do_kv_cache_update(
@@ -174,11 +174,12 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         TypeError, ValueError
             As `concat_and_cache_mla`.
         """
-        del layer
-        concat_and_cache_mla(key, value, kv_cache, slot_mapping, self.kv_cache_dtype, 1.0)
+        scale = layer._k_scale if self.fp8 else 1.0
+        concat_and_cache_mla(key, value, kv_cache, slot_mapping, self.kv_cache_dtype, scale)
 
     def _decode(
         self,
+        layer: AttentionLayer,
         query: Array,
         new: tuple[Array, Array],
         kv_cache: Array,
@@ -191,26 +192,30 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
         q_latent = self._matmul(q_nope.transpose(1, 0, 2), self._absorb_keys)
         absorbed = q_latent.transpose(1, 0, 2), q_pe
         if decode.ranks is None:
-            found = self._over_cache(absorbed, kv_cache, step, decode)
+            descale = layer._k_scale if self.fp8 else None
+            found = self._over_cache(absorbed, kv_cache, step, decode, descale)
         else:
             found = self._over_ranks(absorbed, new, kv_cache, step, decode, decode.ranks)
         values = self._matmul(found.transpose(1, 0, 2), self._absorb_values)
         output[...] = values.transpose(1, 0, 2)
 
     def _over_cache(
-        self, absorbed: tuple[Array, Array], kv_cache: Array, step: MLAMetadata, decode: MLADecode
+        self,
+        absorbed: tuple[Array, Array],
+        kv_cache: Array,
+        step: MLAMetadata,
+        decode: MLADecode,
+        descale: Any,
     ) -> Array:
         return mla_decode(
-            *absorbed,
-            kv_cache,
-            decode.block_table,
-            decode.seq_lens,
+            *(*absorbed, kv_cache, decode.block_table, decode.seq_lens),
             cu_seqlens_q=decode.query_start_loc,
             max_seqlen_q=decode.max_query_len,
             max_seqlen_k=decode.max_seq_len,
             softmax_scale=self.scale,
             causal=step.causal,
             batch_invariant=step.batch_invariant,
+            kv_descale=descale,
         )
 
     def _over_ranks(
@@ -224,6 +229,11 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
     ) -> Array:
         """Over contexts on many ranks, and over the new tokens as they were given."""
         check_has_group(ranks.group)
+        if self.fp8:
+            raise NotImplementedError(
+                f"kv_cache_dtype={self.kv_cache_dtype!r} with decode context parallelism: new "
+                "tokens are not of the type of the cache; use 'auto'"
+            )
         (q_latent, q_pe), (latent, rope) = absorbed, (x[:, None] for x in new)
         latents, ropes = split_latent_cache(kv_cache, self.kv_lora_rank)
         return context_parallel_attention(
@@ -248,6 +258,7 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
 
     def _prefill(
         self,
+        layer: AttentionLayer,
         query: Array,
         new: tuple[Array, Array],
         kv_cache: Array,
@@ -261,17 +272,21 @@ class MLAImpl(AttentionImpl[MLAMetadata]):
             prefill.query_start_loc,
             prefill.max_query_len,
             softmax_scale=self.scale,
-            contexts=self._contexts(kv_cache, prefill),
+            contexts=self._contexts(layer, kv_cache, prefill, query.dtype),
             causal=step.causal,
             out=output,
             batch_invariant=step.batch_invariant,
         )
 
-    def _contexts(self, kv_cache: Array, prefill: MLAPrefill) -> Iterator[ContextChunk]:
+    def _contexts(
+        self, layer: AttentionLayer, kv_cache: Array, prefill: MLAPrefill, dtype: Any
+    ) -> Iterator[ContextChunk]:
         for chunk in prefill.context:
             rows = gather_latent_cache(
                 kv_cache, prefill.block_table, chunk.cu_seqlens, chunk.num_tokens, chunk.starts
             )
+            if self.fp8:
+                rows = dequantised(rows, layer._k_scale, dtype)
             latent, rope = rows[:, : self.kv_lora_rank], rows[:, self.kv_lora_rank :]
             yield ContextChunk(*self._expanded(latent, rope), chunk.cu_seqlens, chunk.max_len)
 

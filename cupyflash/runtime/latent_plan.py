@@ -96,6 +96,7 @@ def latent_variant(kind: ScalarType, side: int) -> Variant:
             ("COMPUTE_TYPE", kind.code),
             ("KEY_STAGES", _STAGES),
             ("KEY_TILE", _KEYS),
+            ("KV_TYPE", kind.code),
             ("LATENT_NBYTES", LATENT_PARAMS.nbytes),
             ("LATENT_ROWS", _ROWS),
             ("LATENT_SIDE", side),
@@ -109,6 +110,8 @@ def latent_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
     """Why the kernel does not serve a problem; empty where it does."""
     if info.capability != _CAPABILITY:
         return "it is for compute capability 9.0"
+    if problem.kv_type != problem.q_type:
+        return f"a cache in {problem.kv_type.name}"
     if problem.softcap > 0 or problem.has_alibi:
         return "soft cap and ALiBi"
     if box_keys(problem.page_size) % 8:

@@ -10,7 +10,7 @@ from .attention_args import Tiling
 from .attention_plan import ATTENTION_PARAMS, NEVER_SPLIT, combine_plan
 from .compile import native_arch
 from .device import DeviceInfo
-from .dtypes import BF16, FP16, ScalarType
+from .dtypes import BF16, E4M3, FP16, ScalarType
 from .latent_params import LATENT_PARAMS
 from .latent_plan import latent_plans, latent_refusal, latent_variant
 from .plan import Plan
@@ -49,41 +49,44 @@ class MlaPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What is compiled: rows of queries, keys of a stage, stages."""
+    """What is compiled: rows of queries, keys of a stage, stages; of those of an 8-bit cache."""
 
     rows: int
     keys: int
     stages: int
+    stages_8bit: int
 
-    @property
-    def smem_bytes(self) -> int:
+    def smem_bytes(self, cache: ScalarType) -> int:
         """As mainloop/latent_sm80.cuh lays it out: stages, parts of the scores, factors."""
         parts = 8 * 16 // self.keys
-        stages = self.stages * self.keys * _ROW_BYTES
+        sizes = self.stages_8bit / 2 + 1 if cache.is_fp8 else self.stages
+        stages = int(sizes * self.keys * _ROW_BYTES)
         return stages + self.rows * (parts * (self.keys + 8) * 4 + 8)
 
-    def variant(self, kind: ScalarType, arch: str) -> Variant:
+    def variant(self, kind: ScalarType, cache: ScalarType, arch: str) -> Variant:
+        name = kind.name if cache == kind else f"{kind.name}_{cache.name}"
         return Variant(
             "mla_decode_sm80.cu",
-            f"mla_decode_sm80_{kind.name}_m{self.rows}",
+            f"mla_decode_sm80_{name}_m{self.rows}",
             arch,
             (
                 ("COMPUTE_TYPE", kind.code),
-                ("KEY_STAGES", self.stages),
+                ("KEY_STAGES", self.stages_8bit if cache.is_fp8 else self.stages),
                 ("KEY_TILE", self.keys),
+                ("KV_TYPE", cache.code),
                 ("LATENT_NBYTES", LATENT_PARAMS.nbytes),
                 ("LATENT_ROWS", self.rows),
                 ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
-                ("SMEM_NBYTES", self.smem_bytes),
+                ("SMEM_NBYTES", self.smem_bytes(cache)),
             ),
         )
 
 
 # For 16 rows and for 32, the largest that fits.
 _TILES = {
-    _LARGE: (_Tile(16, 64, 3), _Tile(32, 32, 5)),
-    _MEDIUM: (_Tile(16, 64, 2), _Tile(32, 32, 3)),
-    _SMALL: (_Tile(16, 32, 2), _Tile(32, 32, 2)),
+    _LARGE: (_Tile(16, 64, 3, 4), _Tile(32, 32, 5, 8)),
+    _MEDIUM: (_Tile(16, 64, 2, 2), _Tile(32, 32, 3, 5)),
+    _SMALL: (_Tile(16, 32, 2, 2), _Tile(32, 32, 2, 2)),
 }
 
 
@@ -95,7 +98,8 @@ def mla_variants(arch: str) -> Iterator[Variant]:
     """All that latent attention can ask for."""
     for kind in (FP16, BF16):
         for tile in _tiles(arch):
-            yield tile.variant(kind, arch)
+            for cache in (kind, E4M3):
+                yield tile.variant(kind, cache, arch)
         if arch == _HOPPER_ARCH:
             yield from (latent_variant(kind, side) for side in (1, 2))
 
@@ -114,10 +118,10 @@ def make_mla_plan(
     limit = min(workspace_limit, _LARGEST_WORKSPACE)
     chunk, splits = _choose_chunk(problem, info, tile, items, limit)
     forward = Plan(
-        tile.variant(problem.q_type, arch),
+        tile.variant(problem.q_type, problem.kv_type, arch),
         (items, 1, splits),
         (_THREADS, 1, 1),
-        tile.smem_bytes,
+        tile.smem_bytes(problem.kv_type),
         _partial_bytes(problem, splits),
     )
     rows = problem.total_q * problem.num_heads_q
@@ -140,8 +144,9 @@ def mla_plans(problem: AttentionProblem, info: DeviceInfo, hopper: bool = False)
     plan, arch = make_mla_plan(problem, info), native_arch(info.capability)
     forwards = {plan.forward.variant: plan.forward}
     for tile in _tiles(arch):
-        variant = tile.variant(problem.q_type, arch)
-        forwards.setdefault(variant, Plan(variant, (1, 1, 1), (_THREADS, 1, 1), tile.smem_bytes))
+        variant = tile.variant(problem.q_type, problem.kv_type, arch)
+        nbytes = tile.smem_bytes(problem.kv_type)
+        forwards.setdefault(variant, Plan(variant, (1, 1, 1), (_THREADS, 1, 1), nbytes))
     plans = [*(latent_plans(problem, info) if hopper else ()), *forwards.values()]
     nbytes = max([_largest_workspace(problem, info), *(each.workspace_bytes for each in plans)])
     if nbytes:

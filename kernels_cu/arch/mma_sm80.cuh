@@ -17,6 +17,12 @@ __device__ __forceinline__ void cp_async16(u32 to, const char *from, int bytes) 
                : "memory");
 }
 
+// 8 bytes, or 8 of zero.
+__device__ __forceinline__ void cp_async8(u32 to, const char *from, int bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async4(u32 to, const void *from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }

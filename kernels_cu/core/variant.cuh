@@ -108,6 +108,8 @@ static_assert(Fp8Variant::kKeys % 64 == 0, "panels of transposed values");
 // Multi-head latent attention on mma.sync: what the products are computed in, and the tile.
 struct LatentVariant {
   static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr ScalarType kCache = static_cast<ScalarType>(KV_TYPE);
+  static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
   static constexpr int kRowTiles = LATENT_ROWS / 16;
   static constexpr int kKeys = KEY_TILE;
   static constexpr int kStages = KEY_STAGES;
@@ -118,6 +120,7 @@ struct LatentVariant {
 #endif
 };
 static_assert(LatentVariant::kCompute == kFp16 || LatentVariant::kCompute == kBf16, "");
+static_assert(!LatentVariant::kWiden || LatentVariant::kCache >= kE4m3, "");
 #endif
 
 #ifdef SHARED_NBYTES

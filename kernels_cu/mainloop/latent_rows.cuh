@@ -20,6 +20,29 @@ __device__ __forceinline__ void load_elements(const char *from, u32 (&word)[4]) 
   for (int j = 0; j < 4; ++j) word[j] = element[2 * j] | element[2 * j + 1] << 16;
 }
 
+__device__ __forceinline__ void load_shared8(u32 from, u32 (&word)[2]) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(word[0]), "=r"(word[1]) : "r"(from)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared8(u32 to, const u32 (&word)[2]) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(word[0]), "r"(word[1])
+               : "memory");
+}
+
+// Eight 8-bit elements to 16 bits, exactly.
+template <ScalarType kFrom, ScalarType kTo>
+__device__ __forceinline__ void widen_eight(const u32 (&from)[2], u32 (&to)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    to[j] = fp8_to_fp16<kFrom>(from[j / 2] >> j % 2 * 16);
+    if constexpr (kTo == kBf16) {
+      const float2 pair = unpack_fp16(to[j]);
+      to[j] = pack_bf16(pair.x, pair.y);
+    }
+  }
+}
+
 // The rows of a segment to a tile of kRows; zero where there is none.
 template <int kBlock, int kRows>
 __device__ __forceinline__ void load_latent_queries(const AttentionParams &p,

@@ -4,6 +4,7 @@
 // 64 of the rope part. For the scores, warps take 16 keys and every kDepths-th step of the 36 along
 // the row each, with their share of the queries in registers; the parts are added up in shared
 // memory, where a warp folds some rows into the softmax; for the values each takes 64 columns.
+// An 8-bit tile lands as it is stored, and is widened in shared memory when its turn comes.
 #pragma once
 
 #include "arch/mma_sm80.cuh"
@@ -28,9 +29,11 @@ struct Latent {
   static constexpr int kLanes = kKeys / 2, kSideBySide = 32 / kLanes;
   static constexpr int kFolds = kRows / kWarps / kSideBySide;  // rows of a lane
 
-  static constexpr int kStageBytes = kKeys * kRowDim * 2;
+  static constexpr int kChunkBytes = 8 * kItemBytes<V::kCache>;
+  static constexpr int kStageBytes = kKeys * kRowChunks * kChunkBytes;
+  static constexpr int kWideBytes = V::kWiden ? kKeys * kRowDim * 2 : 0;  // a tile to compute with
   static constexpr int kScoreStride = kKeys + 8;  // floats: no two rows in the same banks
-  static constexpr int kScoresAt = kStages * kStageBytes;
+  static constexpr int kScoresAt = kWideBytes + kStages * kStageBytes;
   static constexpr int kFactorsAt = kScoresAt + kDepths * kRows * kScoreStride * 4;
   static constexpr int kBytes = kFactorsAt + kRows * 8;
   static_assert(kSteps * kDepths * 16 == kRowDim && kDepths <= 4, "steps are dealt in turn");
@@ -56,7 +59,13 @@ struct Latent {
                                     const Segment &s, char *smem)
       : p(p), d(d), s(s), smem(smem) {}
 
-  __device__ __forceinline__ char *stage_at(int stage) const { return smem + stage * kStageBytes; }
+  __device__ __forceinline__ char *stage_at(int stage) const {
+    return smem + kWideBytes + stage * kStageBytes;
+  }
+  // Queries pass through here before the first tile is computed with.
+  __device__ __forceinline__ char *query_tile() const {
+    return V::kWiden ? smem : stage_at(kStages - 1);
+  }
   __device__ __forceinline__ float *scores_at(int part, int row) const {
     return reinterpret_cast<float *>(smem + kScoresAt) + (part * kRows + row) * kScoreStride;
   }
@@ -73,12 +82,40 @@ struct Latent {
 
   __device__ __forceinline__ static void copy_chunk(u32 to, const char *from, bool inside,
                                                     bool vectorised) {
-    if (vectorised) {
+    if constexpr (V::kWiden) {
+      if (vectorised) {
+        cp_async8(to, from, inside ? 8 : 0);
+      } else {
+        u32 word[2] = {};
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          if (inside) word[j / 4] |= static_cast<u32>(static_cast<u8>(from[j])) << j % 4 * 8;
+        }
+        store_shared8(to, word);
+      }
+    } else if (vectorised) {
       cp_async16(to, from, inside ? 16 : 0);
     } else {
       u32 word[4] = {};
       if (inside) load_elements(from, word);
       store_shared16(to, word);
+    }
+  }
+
+  // Where a chunk of 8 elements lies in a stage.
+  __device__ __forceinline__ static u32 stored_at(int row, int chunk) {
+    return V::kWiden ? (row * kRowChunks + chunk) * kChunkBytes : latent_chunk_at(row, chunk);
+  }
+
+  // A stage to the tile that products read.
+  __device__ __forceinline__ void widen(u32 from) const {
+    const u32 to = shared_address(smem);
+#pragma unroll 3
+    for (int i = threadIdx.x; i < kKeys * kRowChunks; i += kLatentThreads) {
+      u32 word[2], wide[4];
+      load_shared8(from + i * kChunkBytes, word);
+      widen_eight<V::kCache, V::kCompute>(word, wide);
+      store_shared16(to + latent_chunk_at(i / kRowChunks, i % kRowChunks), wide);
     }
   }
 
@@ -106,8 +143,8 @@ struct Latent {
       for (int i = 0; i < kLatentChunks / 32; ++i) {
         const int chunk = i * 32 + lane;
         const bool inside = (lanes >> r & 1u) && chunk * 8 < p.head_dim_v;
-        copy_chunk(to + latent_chunk_at(warp * kWarpKeys + r, chunk),
-                   latent + (inside ? offset + chunk * 16 : 0), inside, p.v_vectorised);
+        copy_chunk(to + stored_at(warp * kWarpKeys + r, chunk),
+                   latent + (inside ? offset + chunk * kChunkBytes : 0), inside, p.v_vectorised);
       }
     }
 #pragma unroll
@@ -115,8 +152,8 @@ struct Latent {
       const int r = i * 4 + lane / 8, chunk = lane % 8;
       const i64 offset = __shfl_sync(0xffffffffu, k_row, r);
       const bool inside = (lanes >> r & 1u) && chunk * 8 < p.head_dim;
-      copy_chunk(to + latent_chunk_at(warp * kWarpKeys + r, kLatentChunks + chunk),
-                 rope + (inside ? offset + chunk * 16 : 0), inside, p.k_vectorised);
+      copy_chunk(to + stored_at(warp * kWarpKeys + r, kLatentChunks + chunk),
+                 rope + (inside ? offset + chunk * kChunkBytes : 0), inside, p.k_vectorised);
     }
   }
 
@@ -307,10 +344,10 @@ struct Latent {
       cp_async_commit();
       slot = next;
     }
-    load_latent_queries<kLatentThreads, kRows>(p, d, s, stage_at(kStages - 1));
+    load_latent_queries<kLatentThreads, kRows>(p, d, s, query_tile());
     __syncthreads();
     Queries q;
-    hold_queries(shared_address(stage_at(kStages - 1)), q);
+    hold_queries(shared_address(query_tile()), q);
     int stage = 0, free = kStages - 1;
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
@@ -320,7 +357,12 @@ struct Latent {
       if (tile + kStages - 1 < end) load_tile(tile + kStages - 1, free, slot);
       cp_async_commit();
       slot = next;
-      const u32 at = shared_address(stage_at(stage));
+      u32 at = shared_address(stage_at(stage));
+      if constexpr (V::kWiden) {
+        widen(at);
+        at = shared_address(smem);
+        __syncthreads();
+      }
       score(at, q);
       __syncthreads();
       const int column = tile * kKeys;

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cupyflash.runtime.arrays import ArraySpec
-from cupyflash.runtime.dtypes import ScalarType, scalar_type
+from cupyflash.runtime.dtypes import E5M2, ScalarType, scalar_type
 
 from .operands import check_operand
 
@@ -29,16 +29,16 @@ def check_latent(
     TypeError, ValueError
         Another shape or type, or no scale.
     NotImplementedError
-        8-bit operands.
+        8-bit queries, or a cache in e5m2.
     """
     if q_v is None:
         return
     if check_operand("q_v", q_v, "[total_q, Hq, Dv]") != shape:
         raise ValueError(f"q_v has shape {q_v.shape}; q and v make it {list(shape)}")
-    if q_type.is_fp8 or kv_type.is_fp8:
+    if q_type.is_fp8 or kv_type == E5M2:
         raise NotImplementedError(
-            f"q_v with q in {q_type.name} and v in {kv_type.name}: latent attention takes 16-bit "
-            "operands in this release; use float16 or bfloat16"
+            f"q_v with q in {q_type.name} and v in {kv_type.name}: latent attention takes queries "
+            "of 16 bits, and a cache of their type or in e4m3; use float16 or bfloat16 queries"
         )
     if scalar_type(q_v.dtype) != q_type:
         raise TypeError(f"q_v is {q_v.dtype} and q {q_type.name}; they must have one dtype")
