@@ -1,4 +1,4 @@
-"""Bugs planted in the Hopper kernel of latent attention."""
+"""Bugs planted in the kernels of latent attention."""
 
 # ruff: noqa: E501  (a bug a line)
 
@@ -11,9 +11,11 @@ from .planted import Planted
 __all__ = ["PLANTED_LATENT"]
 
 LATENT = "mla_decode_sm90.cu"
+PORTABLE = "mla_decode_sm80.cu"
 _ONE = Case(lengths=((1, 400),), num_heads_kv=1, group_size=5, head_dim=64, head_dim_v=512,
             page_size=64, causal=True, q_v=True, q_type="bf16", kv_type="bf16")  # fmt: skip
 _TWO = _ONE.replace(group_size=66)  # a cluster
+_EIGHT = _ONE.replace(kv_type="e4m3")
 _SPLIT = _ONE.replace(lengths=((1, 700),))
 
 PLANTED_LATENT = [
@@ -30,4 +32,6 @@ PLANTED_LATENT = [
     Planted("latent: factors replaced before they are used", LATENT, r"mbarrier_wait\(shared_address\(&r\.done\[next\.stage\]\), next\.parity \^ 1\);", ";", _ONE),
     Planted("latent: arrivals without order", LATENT, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _SPLIT),
     Planted("latent: wrong slots are merged", LATENT, r"part \* slots - l\.side", "part * slots", _SPLIT),
+    Planted("latent: products before all of a tile is widened", PORTABLE, r"(at = shared_address\(smem\);)\s*__syncthreads\(\);", r"\1", _EIGHT, version=2),
+    Planted("latent: a tile is widened before it has landed", PORTABLE, r"cp_async_wait<kStages - 2>", "cp_async_wait<kStages - 1>", _EIGHT, version=2),
 ]  # fmt: skip
