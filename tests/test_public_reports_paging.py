@@ -178,6 +178,17 @@ def test_b40_a_row_stride_of_a_million_elements(large_path):
     np.testing.assert_array_equal(large_path.host(out).astype(np.float64), right[0])
 
 
+def test_b40_a_row_stride_past_2_gb(path):
+    """Few rows; untouched memory between them costs nothing but on a GPU."""
+    rows, stride = 9, 2**27
+    q, k, v = random_batch([rows], [50], 2, 1, dtype=np.float16)
+    args = arguments(path, q, k, v, [rows], [50])
+    right = run(path, args)
+    wide = path.xp.zeros((rows, stride // 64, 64), np.float16)[:, :2]
+    wide[...] = args["q"]
+    np.testing.assert_array_equal(run(path, {**args, "q": wide})[0], right[0])
+
+
 @pytest.mark.parametrize(
     ("negative", "kind"), [(-1, np.int32), (-1, np.int64), (-4294967295, np.int64)]
 )
@@ -202,17 +213,20 @@ def test_b41_slots_of_other_types_are_refused(write_path, kind):
         )
 
 
-def test_b43_a_ragged_batch_with_long_zero_padded_tables(large_path):
-    q_lens, kv_lens = [68, 322, 1230], [196, 450, 1358]
-    args = arguments(
-        large_path, *random_batch(q_lens, kv_lens, 4, 1, dtype=BF16), q_lens, kv_lens, 16
-    )
-    table = large_path.host(args["block_table"])
+def ragged_over_zero_padded_tables(path, q_lens, kv_lens):
+    batch = random_batch(q_lens, kv_lens, 4, 1, dtype=BF16)
+    args = arguments(path, *batch, q_lens, kv_lens, 16)
+    table = path.host(args["block_table"])
     table = np.pad(np.where(table < 2**31 - 1, table, 0), ((0, 0), (0, 400)))
-    check(
-        large_path,
-        {**args, "block_table": large_path.array(table.astype(np.int32)), "causal": True},
-    )
+    check(path, {**args, "block_table": path.array(table.astype(np.int32)), "causal": True})
+
+
+def test_b43_a_ragged_batch_with_long_zero_padded_tables(large_path):
+    ragged_over_zero_padded_tables(large_path, [68, 322, 1230], [196, 450, 1358])
+
+
+def test_b43_a_small_ragged_batch_with_long_zero_padded_tables(path):
+    ragged_over_zero_padded_tables(path, [6, 20, 33], [36, 50, 70])
 
 
 def one_page_for_all(path, requests, q_len, kv_len):

@@ -89,6 +89,15 @@ def test_b11_a_masked_first_tile_leaves_the_maximum_alone(large_path):
     np.testing.assert_allclose(lse[:, 2], -84.6153, atol=1e-3)
 
 
+def test_b11_the_same_in_small(path):
+    dtype = np.float32 if path.name == "numpy" else np.float16
+    q, k = np.ones((24, 4, 128), dtype), np.full((152, 1, 128), -8, dtype)
+    v = np.arange(152, dtype=dtype).repeat(128).reshape(152, 1, 128)
+    out, lse = attend(path, q, k, v, [24], [152], causal=True)
+    np.testing.assert_allclose(out[2], 65, atol=0.04)
+    np.testing.assert_allclose(lse[:, 2], np.log(131) - 8 * 128**0.5, atol=1e-3)
+
+
 def test_b13_wide_heads_at_129_tokens_repeat_bit_by_bit(large_path):
     batch = random_batch([129], [129], 16, 2, 256, dtype=np.float16)
     args = arguments(large_path, *batch, [129], [129], causal=True)
@@ -96,6 +105,20 @@ def test_b13_wide_heads_at_129_tokens_repeat_bit_by_bit(large_path):
     for _ in range(20 if large_path.name == "numpy" else 200):
         for left, right in zip(run(large_path, args), first, strict=True):
             np.testing.assert_array_equal(left, right)
+
+
+def test_b13_wide_heads_of_one_group_repeat(path):
+    batch = random_batch([129], [129], 2, 1, 256, dtype=np.float16)
+    args = arguments(path, *batch, [129], [129], causal=True)
+    first = check(path, args)
+    for left, right in zip(run(path, args), first, strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+def test_b14_head_size_72_of_few_tokens(path):
+    """The emulator's memory holds poison where nothing was written."""
+    batch = random_batch([70], [70], 2, 2, 72, dtype=np.float16)
+    check(path, arguments(path, *batch, [70], [70]))
 
 
 def test_b14_head_size_72_reads_nothing_uninitialised(large_path):

@@ -57,26 +57,24 @@ def test_b50_a_window_longer_than_the_context_leaves_causal_on(path):
     assert out[:, 0, 0].tolist() == [i / 2 for i in range(7)]
 
 
+def ones_in_a_window(path, kv_len, window, num_splits):
+    q, k, _ = mean_batch([1], [kv_len], dtype=np.float16)
+    v = np.full(k.shape, 1e4, np.float16)
+    v[-window - 1 :] = 1
+    options = {"causal": True, "window_size": (window, 0), "num_splits": num_splits}
+    out, lse = run(path, arguments(path, q, k, v, [1], [kv_len], 16, **options))
+    assert (out == 1).all()
+    np.testing.assert_allclose(lse, math.log(window + 1), atol=1e-6)
+
+
 @pytest.mark.parametrize("num_splits", [1, 8])
 def test_b52_a_window_in_a_long_context_leaves_splits_empty(large_path, num_splits):
-    q, k, _ = mean_batch([1], [20000], dtype=np.float16)
-    v = np.full(k.shape, 1e4, np.float16)
-    v[-257:] = 1
-    args = arguments(
-        large_path,
-        q,
-        k,
-        v,
-        [1],
-        [20000],
-        16,
-        causal=True,
-        window_size=(256, 0),
-        num_splits=num_splits,
-    )
-    out, lse = run(large_path, args)
-    assert (out == 1).all()
-    np.testing.assert_allclose(lse, math.log(257), atol=1e-6)
+    ones_in_a_window(large_path, 20000, 256, num_splits)
+
+
+@pytest.mark.parametrize("num_splits", [1, 8])
+def test_b52_a_window_in_a_context_leaves_splits_empty(path, num_splits):
+    ones_in_a_window(path, 900, 40, num_splits)
 
 
 @pytest.mark.parametrize("kv_len", [1020, 1023, 1024, 1031, 1100])
