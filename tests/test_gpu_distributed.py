@@ -101,6 +101,25 @@ def test_a_captured_step_replays_over_nccl(combine):
         assert [x.tobytes() for x in eager] == [x.tobytes() for x in rows]
 
 
+def agree_behind_work(group):
+    """Without NCCL's support of mixing, no collective runs beside a replay: it waits for it."""
+    import cupy as cp
+
+    hold = cp.RawKernel(
+        'extern "C" __global__ void hold() { for (int i = 0; i < 40000; ++i) __nanosleep(500); }',
+        "hold",
+    )
+    hold((1,), (1,), ())
+    done = cp.cuda.get_current_stream().record()
+    assert not done.done
+    group.agree("a step", b"")
+    return bool(done.done)
+
+
+def test_ranks_agree_behind_what_is_queued():
+    assert spawn(agree_behind_work, 2) == [True, True]
+
+
 def another_state(group):
     group.agree("the step", bytes([group.rank]))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -123,6 +124,8 @@ def _report(send: Any, target: Callable[..., Outcome], given: tuple[Any, ...]) -
 def spawn(function: Callable[..., Any], size: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """``function(communicator, *args)`` on ``size`` GPUs of this machine, a process each.
 
+    The processes have ``NCCL_GRAPH_MIXING_SUPPORT=0``, unless it is set: see `NcclCommunicator`.
+
     Parameters
     ----------
     function : callable
@@ -163,6 +166,8 @@ def _gpu_rank(
 
     from .nccl import NcclCommunicator
 
+    # Replays of a process that was started for one group follow one another; see NcclCommunicator.
+    os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
     try:
         cupy.cuda.Device(rank).use()
         group = NcclCommunicator.create(size, unique_id, rank, timeout)
