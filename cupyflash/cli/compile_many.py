@@ -18,7 +18,7 @@ __all__ = ["JOBS", "compile_ahead", "each_variant"]
 
 T = TypeVar("T")
 
-JOBS = os.cpu_count() or 1
+JOBS = len(os.sched_getaffinity(0))
 
 
 def each_variant(
