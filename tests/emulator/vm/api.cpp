@@ -1,6 +1,10 @@
 // C interface: the table of opcodes, programs, launches.
 #include "vm.h"
 
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
+
 using namespace emu;
 
 namespace {
@@ -40,7 +44,16 @@ extern "C" int64_t emu_table(char* out, int64_t size) {
   return int64_t(text.size());
 }
 
+// Freed memory of a launch stays with the process: each CTA takes a megabyte, and fresh pages cost more than its start.
+static void keep_memory() {
+#ifdef __GLIBC__
+  mallopt(M_MMAP_THRESHOLD, 32 << 20);
+  mallopt(M_TRIM_THRESHOLD, 512 << 20);
+#endif
+}
+
 extern "C" void* emu_load(const Source* s) {
+  keep_memory();
   const std::vector<OpDef> ops = all_ops();
   auto* p = new Program;
   p->args.assign(s->args, s->args + s->nargs);

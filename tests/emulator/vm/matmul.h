@@ -68,14 +68,35 @@ inline void decode(const void* from, float* out) {
   }
 }
 
+template <int... I>
+inline w8 pick(w8 a, w8 b) {
+#ifdef __clang__
+  return __builtin_shufflevector(a, b, I...);
+#else
+  return __builtin_shuffle(a, b, w8{I...});
+#endif
+}
+
+// Eight rows of four words as four rows of eight.
+inline void transpose(const uint32_t (*in)[4], w8* out) {
+  w8 t[4];
+  for (int i = 0; i < 4; i++) {
+    memcpy(&t[i], in[i], 16);
+    memcpy(reinterpret_cast<char*>(&t[i]) + 16, in[i + 4], 16);
+  }
+  const w8 a = pick<0, 8, 1, 9, 4, 12, 5, 13>(t[0], t[1]), b = pick<2, 10, 3, 11, 6, 14, 7, 15>(t[0], t[1]);
+  const w8 c = pick<0, 8, 1, 9, 4, 12, 5, 13>(t[2], t[3]), d = pick<2, 10, 3, 11, 6, 14, 7, 15>(t[2], t[3]);
+  out[0] = pick<0, 1, 8, 9, 4, 5, 12, 13>(a, c);
+  out[1] = pick<2, 3, 10, 11, 6, 7, 14, 15>(a, c);
+  out[2] = pick<0, 1, 8, 9, 4, 5, 12, 13>(b, d);
+  out[3] = pick<2, 3, 10, 11, 6, 7, 14, 15>(b, d);
+}
+
 // Eight columns of B, `WORDS` words of k each, as rows of k.
 template <class E, int WORDS, int STRIDE>
-inline void decode_columns(const uint32_t (*words)[8], float (*b)[STRIDE], int column) {
-  for (int j = 0; j < WORDS; j++) {
-    w8 x;
-    memcpy(&x, words[j], sizeof x);
-    for (int e = 0; e < kPerWord<E>; e++) store8(&b[j * kPerWord<E> + e][column], E::values(x >> (E::kBits * e)));
-  }
+inline void decode_columns(const w8* words, float (*b)[STRIDE], int column) {
+  for (int j = 0; j < WORDS; j++)
+    for (int e = 0; e < kPerWord<E>; e++) store8(&b[j * kPerWord<E> + e][column], E::values(words[j] >> (E::kBits * e)));
 }
 
 // As wide as the machine's registers.
@@ -86,8 +107,8 @@ typedef v8 wide;
 #endif
 constexpr int kWideFloats = sizeof(wide) / sizeof(float);
 
-template <class V>
-inline V load(const float* p) {
+template <class V, class T>
+inline V load(const T* p) {
   V v;
   memcpy(&v, p, sizeof v);
   return v;

@@ -75,11 +75,8 @@ static Step mma(Warp& w, const Insn& in, uint32_t) {
   const int32_t *da = in.arg + ND, *db = da + NA, *dc = db + NB;
   for (int i = 0; i < NA; i++)
     for (int row = 0; row < 8; row++) decode<A>(w.r(da[i]) + row * 4, &a[row + (i & 1) * 8][(i >> 1) * 4 * PER]);
-  uint32_t words[4 * NB][8];
-  for (int i = 0; i < NB; i++) {
-    const uint32_t* r = w.r(db[i]);
-    for (int l = 0; l < 32; l++) words[i * 4 + l % 4][l / 4] = r[l];
-  }
+  w8 words[4 * NB];
+  for (int i = 0; i < NB; i++) transpose(reinterpret_cast<const uint32_t(*)[4]>(w.r(db[i])), words + i * 4);
   decode_columns<B, 4 * NB>(words, b, 0);
   if constexpr (HALF_ACC) {
     for (int l = 0; l < 32; l++)

@@ -110,26 +110,31 @@ static inline void reader_checks(Warp& w, const Cta& cta, const ReadMark& m, int
     race(w, "write not ordered after a read", addr, true, lane, of_mark(cta, m, reader));
 }
 
+// After them the reads of the cell are forgotten.
 static void write_checks(Warp& w, const Cta& cta, SharedShadow& s, int i, uint32_t addr, int lane, int how) {
   writer_checks(w, cta, s.cells[i], addr, lane, how);
   const int self = reader(cta, w);
-  for (int q = 0; q < int(s.reads.size()); q++)
-    if (!s.reads[q].empty()) reader_checks(w, cta, s.reads[q][i], q, q == self, addr, lane, how);
+  s.each_reader(s.cells[i].readers, [&](int q, ReadMark* marks) {
+    reader_checks(w, cta, marks[i], q, q == self, addr, lane, how);
+    marks[i] = ReadMark();
+  });
+  s.cells[i].readers = 0;
 }
 
 // The same for cells that were never split; neighbours mostly have the same past, which is judged once.
 static void write_checks_of_range(Warp& w, const Cta& cta, SharedShadow& s, int first, int count, uint32_t addr, int lane, int how) {
   const SharedCell* judged = nullptr;
+  uint32_t readers = 0;
   for (int i = first; i < first + count; i++) {
-    const SharedCell& c = s.cells[i];
+    SharedCell& c = s.cells[i];
+    readers |= std::exchange(c.readers, 0);
     if (judged && c.same_writer(*judged) && !c.pending_writes && !c.pending_reads) continue;
     writer_checks(w, cta, c, addr, lane, how);
     judged = &c;
   }
   const int self = reader(cta, w);
-  for (int q = 0; q < int(s.reads.size()); q++) {
-    if (s.reads[q].empty()) continue;
-    ReadMark* const marks = &s.reads[q][first];
+  s.each_reader(readers, [&](int q, ReadMark* marks) {
+    marks += first;
     uint64_t last = 0;
     for (int i = 0; i < count; i++) {
       uint64_t mark;
@@ -139,17 +144,12 @@ static void write_checks_of_range(Warp& w, const Cta& cta, SharedShadow& s, int 
       last = mark;
     }
     std::fill_n(marks, count, ReadMark());
-  }
+  });
 }
 
 static void set_writer(const Cta& cta, SharedCell& c, const Record& r, const Cta* from) {
   c.from = uint8_t(from ? after(cta, *from) : 0);
   c.clock = r.clock; c.pc = r.pc; c.warp = r.warp; c.lane = r.lane; c.strong = r.strong; c.generic = r.generic;
-}
-
-static void clear_reads(SharedShadow& s, int i) {
-  for (auto& r : s.reads)
-    if (!r.empty()) r[i] = ReadMark();
 }
 
 void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
@@ -161,7 +161,6 @@ void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int la
     Record r = record(w, lane, how);
     if (c.warp == w.id && c.from == after(cta, *w.cta) && c.clock == w.clock && c.pc == w.pc && c.lane != lane && lane < 32) r.lane = kManyLanes;
     set_writer(cta, c, r, w.cta);
-    clear_reads(s, i);
   });
 }
 
@@ -172,10 +171,7 @@ void pend_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lan
   const bool whole = bytes >= 64 && s.whole(addr, bytes);
   if (whole) write_checks_of_range(w, cta, s, int(addr / 16), int(bytes / 16), addr, lane, how);
   s.visit(addr, bytes, [&](int i) {
-    if (!whole) {
-      write_checks(w, cta, s, i, addr, lane, how);
-      clear_reads(s, i);
-    }
+    if (!whole) write_checks(w, cta, s, i, addr, lane, how);
     SharedCell& c = s.cells[i];
     set_writer(cta, c, r, w.cta);
     c.pending_writes++;
@@ -207,14 +203,8 @@ void pend_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int
     c.pending_reads++;
     if (c.pending_writes || !c.clock || !c.same_writer(judged)) pend_read(w, cta, c, judged, addr, lane);
   };
-  for (size_t k = 0; k < count; k++) {
-    const auto [addr, bytes] = ranges[k];
-    if (s.whole(addr, bytes)) {
-      for (uint32_t i = addr / 16; i < (addr + bytes) / 16; i++) pend(s.cells[i], i * 16);
-    } else {
-      s.visit(addr, bytes, [&, from = addr](int i) { pend(s.cells[i], from); });
-    }
-  }
+  for (size_t k = 0; k < count; k++)
+    s.visit(ranges[k].addr, ranges[k].bytes, [&, from = ranges[k].addr](int i) { pend(s.cells[i], from); });
 }
 
 // One that no lane alone has issued leaves the same mark everywhere.
@@ -227,20 +217,16 @@ void land_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int
   mark.lane = lane;
   mark.converged = w.converged;
   const int self = reader(cta, w);
-  s.mark(0, self);
-  for (size_t k = 0; k < count; k++) {
-    const auto [addr, bytes] = ranges[k];
-    if (lane >= 32 && s.whole(addr, bytes)) {
-      for (uint32_t i = addr / 16; i < (addr + bytes) / 16; i++) s.cells[i].pending_reads--;
-      std::fill_n(&s.reads[self][addr / 16], bytes / 16, mark);
-      continue;
-    }
-    s.visit(addr, bytes, [&](int i) {
-      s.cells[i].pending_reads--;
-      if (lane < 32) mark_read(w, cta, i, lane, kAsync);
-      else s.reads[self][i] = mark;
+  const uint32_t bit = 1u << self % 32;
+  ReadMark* const marks = s.own_marks(self);  // the visits at issue have split what is to be split
+  for (size_t k = 0; k < count; k++)
+    s.visit(ranges[k].addr, ranges[k].bytes, [&](int i) {
+      SharedCell& c = s.cells[i];
+      c.pending_reads--;
+      if (lane < 32) return mark_read(w, cta, i, lane, kAsync);
+      c.readers |= bit;
+      marks[i] = mark;
     });
-  }
 }
 
 // ---- global memory
@@ -337,7 +323,7 @@ void check_remote_accesses_done(Cta& cta) {
     const SharedCell& c = s.cells[i];
     if (c.clock && c.from && c.warp < kMbarrierWriter) judge(of_cell(cta, c), "a write");
     for (size_t q = s.warps; q < s.reads.size(); q++)
-      if (!s.reads[q].empty() && s.reads[q][i].clock) judge(of_mark(cta, s.reads[q][i], int(q)), "a read");
+      if (const ReadMark* const marks = s.marks(int(q)); marks && marks[i].clock) judge(of_mark(cta, marks[i], int(q)), "a read");
   }
 }
 

@@ -1,7 +1,9 @@
 // What the race checker remembers of memory: last write and reads of every 16 bytes, of 4 or 1 where
 // accesses are smaller.
 #pragma once
+#include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <deque>
 #include <memory>
 #include <unordered_map>
@@ -29,16 +31,18 @@ struct Record {  // one access
 struct SharedCell {
   uint32_t clock = 0;  // last write; 0: never written
   int32_t pc = 0;
-  int32_t child = -1;  // index of four smaller cells
-  uint16_t pending_reads = 0, pending_writes = 0;
   uint8_t warp = 0, lane = 0;
-  bool strong = false, generic = false;
   uint8_t from = 0;  // writer's CTA: how many ranks after this one, in the cluster's round
+  bool strong : 1, generic : 1;
+  int32_t child = -1;    // index of four smaller cells
+  uint32_t readers = 0;  // bit r % 32 of each reader r whose mark is set
+  uint16_t pending_reads = 0, pending_writes = 0;
 
-  bool same_writer(const SharedCell& o) const {
-    return clock == o.clock && pc == o.pc && warp == o.warp && lane == o.lane && strong == o.strong && generic == o.generic && from == o.from;
-  }
+  SharedCell() : strong(false), generic(false) {}
+
+  bool same_writer(const SharedCell& o) const { return !memcmp(this, &o, 12); }
 };
+static_assert(sizeof(SharedCell) == 24, "the writer is in the first 12 bytes");
 
 struct ReadMark {  // a warp's last read of a cell
   uint32_t clock = 0;
@@ -53,8 +57,9 @@ struct ReadMark {  // a warp's last read of a cell
 struct SharedShadow {
   int warps = 0;  // of a CTA
   std::vector<SharedCell> cells;  // 16-byte cells, then groups of four smaller ones
+  std::vector<int> parents;       // of those groups
   // [reader][cell]: a warp's reads of neighbours share cache lines. Readers are the CTA's own warps, then those of
-  // the next CTAs of the cluster; empty for one that has read nothing.
+  // the next CTAs of the cluster; empty for one that has read nothing. Groups that are new are added by `marks`.
   std::vector<std::vector<ReadMark>> reads;
 
   void init(uint32_t bytes, int num_warps, int cluster) {
@@ -63,19 +68,38 @@ struct SharedShadow {
     reads.resize(size_t(warps) * cluster);
   }
 
-  ReadMark& mark(int cell, int reader) {
+  // The marks of all cells, or null for a reader that has read nothing.
+  ReadMark* marks(int reader) {
+    auto& r = reads[reader];
+    if (r.size() < cells.size() && !r.empty()) inherit(r);
+    return r.data();
+  }
+
+  ReadMark* own_marks(int reader) {
     auto& r = reads[reader];
     if (r.empty()) r.resize(cells.size());
-    return r[cell];
+    return marks(reader);
+  }
+
+  ReadMark& mark(int cell, int reader) {
+    cells[cell].readers |= 1u << reader % 32;
+    return own_marks(reader)[cell];
+  }
+
+  // f(reader, its marks) for those that may have read one of the cells of a mask.
+  template <class F>
+  void each_reader(uint32_t mask, F f) {
+    for (; mask; mask &= mask - 1)
+      for (int q = __builtin_ctz(mask); q < int(reads.size()); q += 32)
+        if (ReadMark* const m = marks(q)) f(q, m);
   }
 
   int split(int cell) {
     if (cells[cell].child < 0) {
       const int first = int(cells.size());
-      SharedCell copy = cells[cell];
+      const SharedCell copy = cells[cell];
       cells.resize(first + 4, copy);
-      for (auto& r : reads)
-        if (!r.empty()) r.resize(cells.size(), ReadMark(r[cell]));
+      parents.push_back(cell);
       cells[cell].child = first;
     }
     return cells[cell].child;
@@ -104,6 +128,12 @@ struct SharedShadow {
   }
 
  private:
+  void inherit(std::vector<ReadMark>& r) {
+    const size_t from = r.size(), base = cells.size() - 4 * parents.size();
+    r.resize(cells.size());
+    for (size_t i = from; i < r.size(); i += 4) std::fill_n(&r[i], 4, r[parents[(i - base) / 4]]);
+  }
+
   template <class F>
   void walk(int cell, uint32_t at, uint32_t size, uint32_t begin, uint32_t end, F f) {
     if (begin <= at && end >= at + size && cells[cell].child < 0) return f(cell);

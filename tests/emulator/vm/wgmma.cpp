@@ -102,13 +102,12 @@ static void load_b(Warp& w, const WgmmaOp& op, float (*b)[kMaxN]) {
     return;
   }
   for (int column = 0; column < n; column += 8) {
-    uint32_t words[8][8];
-    for (int i = 0; i < 8; i++)
-      for (int h = 0; h < 2; h++) {
-        uint32_t part[4];
-        memcpy(part, smem + d.k_major(column + i, h), 16);
-        for (int j = 0; j < 4; j++) words[h * 4 + j][i] = part[j];
-      }
+    uint32_t rows[2][8][4];
+    w8 words[8];
+    for (int h = 0; h < 2; h++) {
+      for (int i = 0; i < 8; i++) memcpy(rows[h][i], smem + d.k_major(column + i, h), 16);
+      transpose(rows[h], words + h * 4);
+    }
     decode_columns<E, 8>(words, b, column);
   }
 }
@@ -116,37 +115,109 @@ static void load_b(Warp& w, const WgmmaOp& op, float (*b)[kMaxN]) {
 // c + a * b as 8-bit tensor cores add it up: products and c are cut towards zero at 13 bits below the
 // highest exponent, which of a product is the sum of its factors' exponents; then the sum is.
 static int exponent(float x) { return int(as_bits(x) >> 23 & 255) - 127; }  // -127 for 0
-static float cut_sum(float c, const float* a, const int* high, const float* b, const int (*low)[kMaxN], int count) {
+static float cut_sum(float c, const float* a, const float* b, int count) {
   float x[33], plain = c;
   int top = exponent(c);
   for (int k = 0; k < count; k++) {
     x[k] = a[k] * b[k * kMaxN];
-    const int e = high[k] + low[k][0];
+    const int e = exponent(a[k]) + exponent(b[k * kMaxN]);
     if (x[k] != 0.f && e > top) top = e;
     plain += x[k];
   }
   if (!std::isfinite(plain) || top == -127) return plain;
   x[count] = c;
-  const float up = std::ldexp(1.f, 13 - top);
   int sum = 0;
-  for (int k = 0; k <= count; k++) sum += int(x[k] * up);
+  for (int k = 0; k <= count; k++) sum += int(std::ldexp(x[k], 13 - top));
   if (!sum) return 0.f;
   const int spare = 31 - __builtin_clz(unsigned(std::abs(sum))) - 13;
   if (spare > 0) sum = sum / (1 << spare) * (1 << spare);
   return std::ldexp(float(sum), top - 13);
 }
 
+// The same for many columns at a time, where all numbers are finite and none is near the ends of fp32.
+typedef int32_t ints __attribute__((vector_size(sizeof(wide))));
+typedef int8_t bytes __attribute__((vector_size(kWideFloats)));
+typedef int8_t v64 __attribute__((vector_size(64)));
+static ints exponents(wide x) { return (ints(x) >> 23 & 255) - 127; }
+constexpr int kOfZero = -60, kLowest = -40, kEnd = 100;  // exponents of products are -32 to 30
+
+template <int K>
+static void cut_columns(float* c, const float* a, const float (*b)[kMaxN], const int8_t* top, int column) {
+  bytes of_products;
+  memcpy(&of_products, top + column, sizeof of_products);
+  const wide old = load<wide>(c + column);
+  const ints of_old = exponents(old);
+  ints e = __builtin_convertvector(of_products, ints);
+  e = e > kLowest ? e : -kEnd;
+  e = e > of_old ? e : of_old;
+  const wide up = wide((13 + 127 - e) << 23), down = wide((e - 13 + 127) << 23);
+  ints sum = __builtin_convertvector(old * up, ints);
+  for (int k = 0; k < K; k++) sum += __builtin_convertvector(a[k] * load<wide>(&b[k][column]) * up, ints);
+  const wide found = wide(ints(__builtin_convertvector(sum, wide)) & ~0x3ff) * down;  // 14 bits are left
+  memcpy(c + column, &found, sizeof found);
+}
+
+static bool any(ints x) {
+  int found = 0;
+  for (int i = 0; i < kWideFloats; i++) found |= x[i];
+  return found;
+}
+
+// low[k][column]: exponents of 8-bit values; endless[column]: not 0 where one is an infinity or NaN.
+template <int K>
+static void exponents_of_columns(int n, const float (*b)[kMaxN], int8_t (*low)[kMaxN], int32_t* endless) {
+  for (int q = 0; q < n; q += kWideFloats) {
+    ints no_number = {};
+    for (int k = 0; k < K; k++) {
+      const wide x = load<wide>(&b[k][q]);
+      const ints e = exponents(x);
+      no_number |= e == 128;
+      const bytes small = __builtin_convertvector(x == 0.f ? ints{} + kOfZero : e, bytes);
+      memcpy(&low[k][q], &small, sizeof small);
+    }
+    memcpy(&endless[q], &no_number, sizeof no_number);
+  }
+}
+
 template <int K>
 static void cut_mma(int n, float (*c)[kMaxN], const float (*a)[K], const float (*b)[kMaxN]) {
-  int high[16][K];
-  static thread_local int low[K][kMaxN];
-  for (int row = 0; row < 16; row++)
-    for (int k = 0; k < K; k++) high[row][k] = exponent(a[row][k]);
-  for (int k = 0; k < K; k++)
-    for (int q = 0; q < n; q++) low[k][q] = exponent(b[k][q]);
-  for (int row = 0; row < 16; row++)
-    for (int q = 0; q < n; q++)
-      c[row][q] = cut_sum(c[row][q], a[row], high[row], &b[0][q], reinterpret_cast<const int(*)[kMaxN]>(&low[0][q]), K);
+  int8_t low[K][kMaxN], top[kMaxN];
+  int32_t endless[kMaxN], alone[kMaxN];
+  exponents_of_columns<K>(n, b, low, endless);
+  for (int row = 0; row < 16; row++) {
+    int8_t high[K];
+    int32_t all = 0;
+    for (int k = 0; k < K; k++) {
+      const int e = exponent(a[row][k]);
+      high[k] = int8_t(a[row][k] == 0.f ? kOfZero : e);
+      all |= -(e == 128);
+    }
+    for (int q = 0; q < n; q += 64) {
+      v64 most = v64{} + int8_t(2 * kOfZero);
+      for (int k = 0; k < K; k++) {
+        const v64 e = load<v64>(&low[k][q]) + high[k];
+        most = e > most ? e : most;
+      }
+      memcpy(&top[q], &most, sizeof most);
+    }
+    float one_by_one[kMaxN];
+    ints some = {};
+    for (int q = 0; q < n; q += kWideFloats) {
+      const wide old = load<wide>(&c[row][q]);
+      bytes of_products;
+      memcpy(&of_products, top + q, sizeof of_products);
+      const ints e = exponents(old), nothing = __builtin_convertvector(of_products, ints) <= kLowest;
+      const ints found = (nothing & (e < -kEnd) & (ints(old) != 0)) | (e >= kEnd) | load<ints>(&endless[q]) | all;
+      memcpy(&alone[q], &found, sizeof found);
+      some |= found;
+    }
+    const bool slow = any(some);
+    for (int q = 0; slow && q < n; q++)
+      if (alone[q]) one_by_one[q] = cut_sum(c[row][q], a[row], &b[0][q], K);
+    for (int q = 0; q < n; q += kWideFloats) cut_columns<K>(c[row], a[row], b, top, q);
+    for (int q = 0; slow && q < n; q++)
+      if (alone[q]) c[row][q] = one_by_one[q];
+  }
 }
 
 // Registers of two fp16 values: row and first column of each.
