@@ -21,7 +21,7 @@ test: lint
 	HYPOTHESIS_PROFILE=ci $(PYTEST) -m "not gpu and not deep"
 
 test-deep: $(VENV)/.test
-	HYPOTHESIS_PROFILE=deep $(PYTEST) -m "not gpu"
+	HYPOTHESIS_PROFILE=deep $(PYTEST) -m "not gpu" -o timeout=0
 
 test-gpu: $(VENV)/.test
 	$(PY) -m pytest -m gpu

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import emulated_cases
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,7 +29,7 @@ settings.register_profile(
     print_blob=True,
     suppress_health_check=_QUIET,
 )
-settings.register_profile("deep", max_examples=5000, deadline=None, suppress_health_check=_QUIET)
+settings.register_profile("deep", max_examples=20_000, deadline=None, suppress_health_check=_QUIET)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 # Which paths an operation has; a new kernel family adds its path here and inherits every test.
@@ -50,6 +51,10 @@ def _gpu_missing() -> str:
     except ImportError:
         return "CuPy is not installed"
     return "" if cupy.is_available() else "no CUDA device"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(emulated_cases)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -85,11 +90,13 @@ def _first(count: int, test: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     property_test = getattr(getattr(item, "function", None), "hypothesis", None)
-    if property_test is None or "emulator" not in item.name:
+    if property_test is None:
         return (yield)
     whole = property_test.inner_test
-    examples = round(settings().max_examples * EMULATED_SHARE)
-    property_test.inner_test = _first(max(5, examples), whole)
+    body = emulated_cases.count_cases(whole)
+    if "emulator" in item.name:
+        body = _first(max(5, round(settings().max_examples * EMULATED_SHARE)), body)
+    property_test.inner_test = body
     try:
         return (yield)
     finally:

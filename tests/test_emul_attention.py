@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 from emulator import emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash.attention import flash_attn_varlen_func
@@ -34,13 +34,33 @@ def bits(results):
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@settings(max_examples=30)
 @given(case=ANY, order=st.integers(0, 9), **OPTIONS)
 def test_any_case_in_any_order_of_warps(arch, case, order, num_splits, batch_invariant):
     with emulated(arch, seed=order):
         on_kernels(case).make().check(
             attend, num_splits=num_splits, batch_invariant=batch_invariant
         )
+
+
+SPLIT = cases(
+    lengths=st.lists(
+        st.tuples(
+            st.sampled_from([1, 1, 2, 5, 17]), st.one_of(st.integers(-3, 30), st.integers(64, 300))
+        ),
+        max_size=3,
+    ).map(lambda some: (*some, (1, 200))),
+    head_dim=st.sampled_from([64, 128]),
+    num_heads_kv=st.sampled_from([1, 2]),
+)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@given(case=SPLIT, order=st.integers(0, 9), num_splits=st.integers(2, 8))
+def test_any_splits_in_any_order_of_warps(arch, case, order, num_splits):
+    case = on_kernels(case).replace(window_size=(-1, -1))
+    with emulated(arch, seed=order) as device:
+        case.make().check(attend, num_splits=num_splits)
+        assert "attention_combine.cu" in device.sources
 
 
 TILES = {

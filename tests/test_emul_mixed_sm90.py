@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulator import emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import hopper
@@ -114,7 +114,6 @@ def test_a_batch_of_equal_prefills_is_one_launch():
         assert "attention_decode" not in kernels()
 
 
-@settings(max_examples=60)
 @given(
     lengths=st.lists(
         st.tuples(

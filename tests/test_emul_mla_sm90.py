@@ -7,7 +7,7 @@ import re
 import numpy as np
 import pytest
 from emulator import emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from latent import hopper_latent
 from test_emul_mla import H200, OPTIONS, bounds_of
@@ -43,7 +43,6 @@ ANY_HEADS = cases(
 )
 
 
-@settings(max_examples=30)
 @given(
     case=ANY_HEADS,
     kind=st.sampled_from(["bf16", "fp16"]),

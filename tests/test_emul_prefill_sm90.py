@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from emulator import emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prefill import TILES, prefill_cases
 
@@ -17,7 +17,6 @@ def runs_prefill():
     return any("attention_fwd_sm90" in report.symbol for report in active_device().reports)
 
 
-@settings(max_examples=12)
 @given(case=prefill_cases(), order=st.integers(0, 9), num_splits=st.sampled_from([0, 0, 1, 3]))
 def test_any_case_in_any_order_of_warps(case, order, num_splits):
     with emulated("sm_90a", num_sms=2, seed=order):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulator import device_array, emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prefixes import SHARED, cascade, make_shared, once, shared_cases, through
 from test_cascade import cascade as cascade_of
@@ -26,7 +26,6 @@ def check(case, groups, device, **more):
     assert through(KERNEL, device), [r.symbol for r in device.reports]
 
 
-@settings(max_examples=60)
 @given(
     drawn=shared_cases(), order=st.integers(0, 9), num_sms=st.sampled_from([3, 1, 2, 5]),
     most=st.sampled_from([0, 0, 2, 5]),

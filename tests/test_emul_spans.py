@@ -7,7 +7,7 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from spans import Rules, SpanProbe
 
@@ -46,7 +46,6 @@ REQUESTS = st.lists(st.tuples(st.sampled_from([1, 1, 1, 0, 2, 4, 33]), LENGTHS),
 WINDOWS = st.sampled_from([(-1, -1), (-1, 0), (20, 0), (0, 0), (100, 30)])
 
 
-@settings(max_examples=60)
 @given(
     requests=REQUESTS, window=WINDOWS, group=st.sampled_from([1, 4, 7]), units=st.integers(1, 3),
     spans=st.sampled_from([1, 2, 7, 264]), tile_shift=st.sampled_from([4, 5]),
@@ -64,7 +63,6 @@ def test_every_tile_is_in_one_span(probe, requests, with_table, **rules):
         assert max(spans) - min(s for s in spans if s) <= 1  # equal, up to the rounding
 
 
-@settings(max_examples=30)
 @given(requests=REQUESTS, window=WINDOWS, spans=st.sampled_from([3, 132]))
 def test_a_table_made_ahead_changes_nothing(probe, requests, **rules):
     q_lens, kv_lens = map(list, zip(*requests, strict=True))

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 from emulator import device_array, emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash import find_prefix_tree
@@ -69,7 +69,6 @@ def tree_of(table, queries, lengths, **options):
     return find_prefix_tree(table, lengths, 16, starts, **options)
 
 
-@settings(max_examples=100)
 @given(
     drawn=tables(), levels=st.integers(1, 3), null=st.sampled_from([None, 0, 1]),
     num_sms=st.sampled_from([1, 3, 20]), seed=st.integers(0, 9),
