@@ -128,14 +128,15 @@ class _Exchange:
     def view(self, value: Any, consumer: Consumer) -> Any:
         """None where the tensor is not on a GPU, is empty, or is not what its bytes say."""
         try:
-            if value.requires_grad or value.is_neg():
-                return None
-            key = (value.data_ptr(), value.shape, value.stride(), value.dtype)
+            key = (
+                value.data_ptr(), value.shape, value.stride(), value.dtype, value.requires_grad,
+                value.is_neg(),
+            )  # fmt: skip
         except RuntimeError:  # one without memory
             return None
-        found = _views.get(key) if one_gpu() else None
+        found = _views.get(key)  # none are kept where there are several GPUs
         if found is None:
-            found = self._new_view(value, key)
+            found = None if key[-2] or key[-1] else self._new_view(value, key)
             if found is None:
                 return None
         if consumer.settled is not self:
