@@ -25,21 +25,13 @@ struct Row {
 
 // The row of a block; false if it is none, or of a request that is left to another launch.
 __device__ __forceinline__ bool find_row(const AttentionParams &p, int block, Row &found) {
-  if (p.most_rows > 0) {
-    const int unit = block / p.most_rows;
-    found.row = block - unit * p.most_rows;
-    found.kv_head = unit % p.heads_kv;
-    found.request = load_request(p, unit / p.heads_kv);
-  } else {
-    const int token = block / p.heads_q, head = block - token * p.heads_q;
-    if (token >= p.cu_seqlens_q[p.batch]) return false;
-    found.request =
-        load_request(p, find_last(p.batch, token, [&](int i) { return p.cu_seqlens_q[i]; }));
-    found.kv_head = head / p.group;
-    found.row = (token - found.request.q_begin) * p.group + head % p.group;
-  }
-  const int rows = found.request.q_len * p.group;
-  return found.row < rows && (p.most_rows > 0 ? rows <= p.most_rows : rows > -p.most_rows);
+  const int token = block / p.heads_q, head = block - token * p.heads_q;
+  if (token >= p.cu_seqlens_q[p.batch]) return false;
+  found.request =
+      load_request(p, find_last(p.batch, token, [&](int i) { return p.cu_seqlens_q[i]; }));
+  found.kv_head = head / p.group;
+  found.row = (token - found.request.q_begin) * p.group + head % p.group;
+  return found.request.q_len * p.group > p.skipped_rows;
 }
 
 // Chunks of the row block that a row is in.

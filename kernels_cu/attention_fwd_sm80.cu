@@ -22,9 +22,7 @@ extern "C" __global__ void __launch_bounds__(AttentionVariant::kThreads, Attenti
   Segment found;
   found.kv_head = static_cast<int>(heads_first ? minor : major);
   if (!find_segment<Kernel::kRows>(p, block, blockIdx.z, found)) return;
-  const float scale = score_scale(p, found.request.index, found.kv_head);
-  found.scale = fabsf(scale) * (AttentionVariant::kScoreMod ? 1.f : kLog2e);
-  found.negate = scale < 0.f;
+  set_scale<AttentionVariant::kScoreMod>(p, found);
   // Read where it is needed: registers are for fragments.
   __shared__ Segment segment;
   __shared__ SegmentRows rows;

@@ -79,6 +79,7 @@ class Rules:
     align_most: int = 1 << 30
     most_pieces: int = 0
     most_rows: int = 1 << 30
+    segment_tiles: int = 0
     tile_time: float = 0.0
     tile_floor: float = 0.0
     pair_time: float = 0.0
@@ -94,6 +95,7 @@ class Rules:
             if not 0 < rows <= self.most_rows or end <= begin:
                 continue
             tiles = ((end - 1) >> self.tile_shift) - (begin >> self.tile_shift) + 1
+            tiles += self.segment_tiles
             found += [(i, tiles)] * (-(-rows // self.row_block) * self.units)
         return found
 

@@ -26,6 +26,9 @@ class Array:
         self.itemsize, self.nbytes = self.dtype.itemsize, self.size * self.dtype.itemsize
         self.data = SimpleNamespace(device_id=ordinal, ptr=ptr)
 
+    def fill(self, value):
+        """Nothing, as there is no memory."""
+
 
 Array.__module__ = "cupy"
 

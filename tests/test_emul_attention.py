@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.runtime.attention_plan import make_attention_plan
+from cupyflash.runtime.attention_plan import make_attention_plans
 from cupyflash.runtime.device import DeviceInfo
 from cupyflash.testing import Case
 from cupyflash.testing.strategies import cases
@@ -161,22 +161,34 @@ def plan_of(**changes):
     given = {"batch_size": 1, "max_seqlen_q": 1, "max_seqlen_k": 8192, "num_heads_q": 32,
              "num_heads_kv": 8, "headdim": 128, "page_size": 16}  # fmt: skip
     limit, info = changes.pop("limit", 1 << 28), changes.pop("info", H200)
-    return make_attention_plan(AttentionBounds(**{**given, **changes}).problem(), info, limit)
+    return make_attention_plans(AttentionBounds(**{**given, **changes}).problem(), info, limit)[-1]
 
 
 def test_a_small_batch_is_split_and_a_large_one_is_not():
-    assert plan_of().splits > 8
-    assert plan_of(batch_size=1024).splits == 1
-    assert plan_of(num_splits=1).splits == plan_of(batch_invariant=True).splits == 1
-    assert plan_of(num_splits=3).splits == 3
-    assert plan_of(max_seqlen_k=32).splits == 1
+    few = {"max_seqlen_q": 100, "num_heads_q": 8}
+    assert plan_of(**few).splits > 2
+    assert plan_of(**few, batch_size=1024).splits == 1
+    assert plan_of(num_splits=1, **few).splits == plan_of(batch_invariant=True).splits == 1
+    assert plan_of(num_splits=3, **few).splits == 3
+    assert plan_of(max_seqlen_k=32, **few).splits == 1
 
 
 def test_splits_fit_the_workspace_that_is_given():
-    for limit in (0, 20_000, 100_000, 1 << 20):
-        plan = plan_of(limit=limit)
+    for limit in (0, 20_000, 1 << 20, 10 << 20):
+        plan = plan_of(limit=limit, max_seqlen_q=100, num_heads_q=8)
         assert plan.forward.workspace_bytes <= limit
         assert plan.splits * plan.chunk >= 8192
+
+
+def test_spans_fill_the_device_and_fit_the_workspace_that_is_given():
+    whole = plan_of()
+    assert whole.forward.grid == (264, 1, 1)
+    assert plan_of(num_splits=1).forward.workspace_bytes == 0
+    assert plan_of(batch_size=600, num_splits=1).forward.workspace_bytes == (600 + 6) * 4 + 8
+    for limit in (0, 20_000, 500_000, whole.forward.workspace_bytes - 1):
+        plan = plan_of(limit=limit)
+        assert plan.forward.workspace_bytes <= limit
+        assert plan.memory.rows or plan.forward.grid == whole.forward.grid
 
 
 @pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])

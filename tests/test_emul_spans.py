@@ -51,7 +51,7 @@ WINDOWS = st.sampled_from([(-1, -1), (-1, 0), (20, 0), (0, 0), (100, 30)])
     spans=st.sampled_from([1, 2, 7, 264]), tile_shift=st.sampled_from([4, 5]),
     fewest_shift=st.sampled_from([0, 2]), align_most=st.sampled_from([0, 1 << 30]),
     most_pieces=st.sampled_from([0, 1, 2, 5]), most_rows=st.sampled_from([1 << 30, 16]),
-    with_table=st.booleans(),
+    segment_tiles=st.sampled_from([0, 3]), with_table=st.booleans(),
 )  # fmt: skip
 def test_every_tile_is_in_one_span(probe, requests, with_table, **rules):
     q_lens, kv_lens = map(list, zip(*requests, strict=True))

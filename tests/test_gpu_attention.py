@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gpu
 
 EXAMPLES = int(os.environ.get("CUPYFLASH_GPU_EXAMPLES", "200"))
 """Random cases in all; `make test-gpu-deep` takes 2,400."""
-SHARDS = 8
+SHARDS = 16
 
 
 @pytest.mark.parametrize("shard", range(SHARDS))

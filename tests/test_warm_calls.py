@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import nullcontext
 
 import ml_dtypes
 import numpy as np
@@ -11,7 +12,8 @@ import pytest
 from stand_in import Array, StandIn, decode, forget, sent
 
 from cupyflash import flash_attn_varlen_func, merge_attn_states, reshape_and_cache_flash
-from cupyflash.runtime import attention_launch, call
+from cupyflash.runtime import attention_launch, call, workspace
+from cupyflash.runtime.decode_plan import LARGEST_SCAN
 from cupyflash.runtime.device import use_device
 from cupyflash.runtime.merge_plan import MERGE_PARAMS
 from cupyflash.runtime.write_plan import WRITE_PARAMS
@@ -20,8 +22,9 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @pytest.fixture
-def device():
+def device(monkeypatch):
     forget()
+    monkeypatch.setattr(workspace, "on_stream", lambda *_: nullcontext())
     with use_device(StandIn()) as found:
         yield found
 
@@ -29,7 +32,7 @@ def device():
 def test_equal_calls_are_validated_once(device, monkeypatch):
     flash_attn_varlen_func(**decode())
     monkeypatch.setattr(call, "describe", None)
-    monkeypatch.setattr(attention_launch, "make_attention_plan", None)
+    monkeypatch.setattr(attention_launch, "make_attention_plans", None)
     flash_attn_varlen_func(**decode(ptr=1 << 24))
     assert sent(device)["q"] == 1 << 24
     assert sent(device)["block_table"] == (1 << 24) + 48
@@ -263,9 +266,11 @@ def test_a_warm_call_enters_few_functions(device, batch):
 
     out = Array((batch, 8, 64), np.float16)
     fresh, given = decode(batch=batch), decode(batch=batch, out=out)
-    assert attention(fresh, fresh) <= 12
-    assert attention(given, given) <= 11
-    assert attention(given, {**given, "q": Array((batch, 8, 64), np.float16, 5 << 20)}) <= 45
+    table = batch > LARGEST_SCAN  # of another launch, in memory of the stream
+    assert attention(fresh, fresh) <= (14 if table else 12)
+    assert attention(given, given) <= (13 if table else 11)
+    moved = {**given, "q": Array((batch, 8, 64), np.float16, 5 << 20)}
+    assert attention(given, moved) <= (57 if table else 45)
     arguments = write()
     reshape_and_cache_flash(*arguments)
     reshape_and_cache_flash(*arguments)

@@ -111,19 +111,9 @@ def _write(variant: Variant) -> KernelDescription:
 
 def _attention(variant: Variant) -> KernelDescription:
     defines = dict(variant.defines)
-    rows = 16 * defines["ROW_TILES"] * defines["WARPS"] // defines["KEY_WARPS"]
-    fixed = {"row_block": rows, "chunk": NEVER_SPLIT}
-    if defines["KEY_WARPS"] > 1:
-        fixed["blocks_a_request"] = 1
-        shape = (
-            f"requests of at most {rows} rows: most_rows = max_seqlen_q * group; group = heads_q / "
-            "heads_kv"
-        )
-    else:
-        fixed["most_rows"] = 0
-        shape = (
-            f"blocks_a_request = ceil_div(max_seqlen_q * group, {rows}); group = heads_q / heads_kv"
-        )
+    rows = 16 * defines["ROW_TILES"] * defines["WARPS"]
+    fixed = {"row_block": rows, "chunk": NEVER_SPLIT, "skipped_rows": 0}
+    shape = f"blocks_a_request = ceil_div(max_seqlen_q * group, {rows}); group = heads_q / heads_kv"
     return KernelDescription(
         "AttentionParams",
         ATTENTION_PARAMS,

@@ -34,15 +34,15 @@ class Tiling(NamedTuple):
         Rows (token and head of a group) of a block.
     partial_rows : int
         Rows of all partial results together: where the log-sum-exps lie in the scratch memory.
-    most_rows : int
-        Which requests are served, by their rows; see core/attention_params.cuh.
+    skipped_rows : int
+        Requests of so many rows are left to another launch.
     """
 
     chunk: int
     blocks_a_request: int
     row_block: int
     partial_rows: int
-    most_rows: int = 0
+    skipped_rows: int = 0
 
 
 def results(call: Call, device: Device, stream: int | None) -> tuple[Any, Any]:
@@ -122,7 +122,7 @@ class _Shape:
             lse = _contiguous(layout.lse_shape, _FLOAT32)
         self._strides = _strides(arrays, out, lse, scales)
         self._numbers = _numbers(problem, arrays, tiling)
-        self._floats, self._most_rows = _floats(problem, scales), tiling.most_rows
+        self._floats, self._skipped = _floats(problem, scales), tiling.skipped_rows
         self._widths = [
             (_joined(spec), nbytes)
             for spec, nbytes in (
@@ -140,7 +140,7 @@ class _Shape:
             for start, (strides, nbytes) in zip(starts, self._widths, strict=True)
         ]
         return ATTENTION_PARAMS.pack_tail(
-            *self._strides, *self._numbers, *vectorised, *self._floats, self._most_rows
+            *self._strides, *self._numbers, *vectorised, *self._floats, self._skipped
         )
 
 

@@ -8,12 +8,16 @@ import numpy as np
 
 from .arrays import place
 from .attention_args import Tiling, arrays_of, pack_attention, results
-from .attention_plan import AttentionPlan, make_attention_plan
+from .attention_plan import AttentionPlan, make_attention_plans
 from .call import Call
+from .costs import ALONE
+from .decode_tile import DECODE_PARAMS
 from .device import Device, DeviceInfo, device_for
+from .key_maps import bits_of_out
 from .launch import launch, stream_handle
 from .layout import Layout
 from .params import KernelArgs
+from .span_plan import SpanPlan
 from .workspace import scratch_of
 
 __all__ = ["attend", "usable_bytes"]
@@ -48,35 +52,92 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
     del scheduler_metadata
     device, given = device_for(call.arrays.q), stream_handle(stream)
     parts = _parts(call.layout, device.info, usable_bytes(call, device, workspace))
-    nbytes = parts[-1][0].forward.workspace_bytes
+    nbytes = max([part.plan.forward.workspace_bytes for part in parts])
     out, lse = results(call, device, given)
     queue = device.current_stream() if given is None else given
     if not nbytes or workspace is not None:
-        _queue(call, parts, device, (out, lse), workspace, queue)
+        for part in parts:
+            part.queue(call, device, (out, lse), workspace, None, queue)
     else:
         with scratch_of(device, queue) as scratch:
-            _queue(call, parts, device, (out, lse), scratch.reserve(nbytes), queue)
+            block = scratch.reserve(nbytes)
+            for part in parts:
+                part.queue(call, device, (out, lse), block, scratch.counters, queue)
     return out, lse
 
 
-_Parts = tuple[tuple[AttentionPlan, Tiling], ...]
+class _Tiles:
+    """Launches of blocks that have one segment each."""
+
+    def __init__(self, plan: AttentionPlan) -> None:
+        self.plan, self._combine = plan, plan.combine
+        self._tiling = Tiling(
+            plan.chunk, plan.blocks_a_request, plan.row_block, plan.partial_rows, plan.skipped_rows
+        )
+
+    def queue(
+        self,
+        call: Call,
+        device: Device,
+        found: tuple[Any, Any],
+        block: Any,
+        counters: Any,
+        stream: int,
+    ) -> None:
+        del counters
+        scratch = None if self._combine is None else block
+        packed = pack_attention(call, device, *found, scratch, self._tiling)
+        args = KernelArgs((packed,), arrays_of(call, *found, scratch))
+        launch(device, self.plan.forward, args, stream)
+        if self._combine is not None:
+            launch(device, self._combine, args, stream)
 
 
-def _parts(layout: Layout, info: DeviceInfo, limit: int | None) -> _Parts:
+class _Spans:
+    """The launch of blocks that have a span of the batch each."""
+
+    def __init__(self, layout: Layout, plan: SpanPlan) -> None:
+        self.plan, self._memory = plan, plan.memory
+        self._tiling = Tiling(0, 0, plan.row_block, plan.memory.rows)
+        self._out_bits = bits_of_out(layout)
+        self._tails = [DECODE_PARAMS.pack_tail(*plan.numbers, 0, wide, *ALONE) for wide in (0, 1)]
+
+    def queue(
+        self,
+        call: Call,
+        device: Device,
+        found: tuple[Any, Any],
+        block: Any,
+        counters: Any,
+        stream: int,
+    ) -> None:
+        memory = self._memory
+        scratch = block if memory.rows else None
+        packed = pack_attention(call, device, *found, scratch, self._tiling)
+        tail = self._tails[(device.pointer(found[0]) | self._out_bits) % 8 == 0]
+        arrays = arrays_of(call, *found, block, counters)
+        *partials, arrivals, made, cleared = memory.pointers(device, block, counters)
+        if cleared or made:
+            values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made)
+            launch(device, self.plan.schedule, KernelArgs((packed, values), arrays), stream)
+        values = DECODE_PARAMS.pack_head(tail, *partials, arrivals, made)
+        launch(device, self.plan.forward, KernelArgs((packed, values), arrays), stream)
+
+
+_Part = _Tiles | _Spans
+
+
+def _parts(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[_Part, ...]:
+    """In the order of their launches."""
     key = info if limit is None else (info, limit)
     return layout.kept.get(key) or layout.keep(key, lambda: _make_parts(layout, info, limit))
 
 
-def _make_parts(layout: Layout, info: DeviceInfo, limit: int | None) -> _Parts:
-    """In the order of their launches."""
+def _make_parts(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[_Part, ...]:
     limits = () if limit is None else (limit,)
-    plan = make_attention_plan(layout.problem, info, *limits)
-    return tuple((part, _tiling(part)) for part in (plan.short, plan) if part)
-
-
-def _tiling(plan: AttentionPlan) -> Tiling:
-    return Tiling(
-        plan.chunk, plan.blocks_a_request, plan.row_block, plan.partial_rows, plan.most_rows
+    plans = make_attention_plans(layout.problem, info, *limits)
+    return tuple(
+        _Spans(layout, plan) if isinstance(plan, SpanPlan) else _Tiles(plan) for plan in plans
     )
 
 
@@ -93,20 +154,3 @@ def usable_bytes(call: Call, device: Device, workspace: Any) -> int | None:
     if device.pointer(workspace) % 16:
         raise ValueError("workspace must start at a multiple of 16 bytes")
     return int(workspace.nbytes)
-
-
-def _queue(
-    call: Call,
-    parts: _Parts,
-    device: Device,
-    found: tuple[Any, Any],
-    workspace: Any,
-    stream: int,
-) -> None:
-    for plan, tiling in parts:
-        scratch = None if plan.combine is None else workspace
-        packed = pack_attention(call, device, *found, scratch, tiling)
-        args = KernelArgs((packed,), arrays_of(call, *found, scratch))
-        launch(device, plan.forward, args, stream)
-        if plan.combine is not None:
-            launch(device, plan.combine, args, stream)

@@ -28,5 +28,5 @@ ATTENTION_PARAMS = ParamsLayout(
     *((f"{name}_stride", "i64") for name in _STRIDES),
     *((name, "i32") for name in _NUMBERS),
     *((name, "f32") for name in ("softmax_scale", "v_scale", "softcap")),
-    ("most_rows", "i32"),
+    ("skipped_rows", "i32"),
 )

@@ -8,9 +8,11 @@ from functools import lru_cache
 from .attention_params import ATTENTION_PARAMS
 from .attention_tiles import Tile, attention_variants, combine_variant, score_mod, tiles_of
 from .compile import native_arch
+from .decode_plan import schedule_plan
 from .device import DeviceInfo
 from .plan import Plan
 from .problem import AttentionProblem
+from .span_plan import DECODE_ROWS, SpanPlan, make_span_plan, serves
 from .splits import MOST_SPLITS, fewest_pieces
 
 __all__ = [
@@ -20,23 +22,21 @@ __all__ = [
     "attention_plans",
     "attention_variants",
     "combine_plan",
-    "make_attention_plan",
+    "make_attention_plans",
 ]
 
 NEVER_SPLIT = 1 << 30
 """A chunk of keys that no request reaches the end of."""
 
 _COMBINE_THREADS = 128
-_DECODE_ROWS = 16  # of a request, for the decode tile
 _SMALLEST_CHUNK = 128
-_EVEN_CHUNK = 4096
 _LARGEST_WORKSPACE = 1 << 28
 _WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """One or two launches; as many more where short and long requests may meet.
+    """One or two launches.
 
     Attributes
     ----------
@@ -53,10 +53,8 @@ class AttentionPlan:
         Rows (token and head of a group) of a block.
     partial_rows : int
         Rows of all partial results together.
-    most_rows : int
-        Which requests are served; see core/attention_params.cuh.
-    short : AttentionPlan or None
-        Launched before, for requests of few rows: decode steps of a batch that has prefills too.
+    skipped_rows : int
+        Requests of so many rows are left to another launch.
     """
 
     forward: Plan
@@ -66,35 +64,41 @@ class AttentionPlan:
     blocks_a_request: int
     row_block: int
     partial_rows: int
-    most_rows: int
-    short: AttentionPlan | None = None
+    skipped_rows: int
 
 
 @lru_cache(maxsize=4096)
-def make_attention_plan(
+def make_attention_plans(
     problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
-) -> AttentionPlan:
-    """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
+) -> tuple[SpanPlan | AttentionPlan, ...]:
+    """The launches of a problem on a device in their order; one after the other uses the workspace.
+
+    Where short and long requests may meet, the short ones are served before. Splits are lowered to
+    fit ``workspace_limit``.
+    """
     limit = min(workspace_limit, _LARGEST_WORKSPACE)
-    tile = _choose_tile(problem, info)
-    if not _is_mixed(problem, info, tile):
-        return _plan(problem, info, tile, min(_most_rows(problem), _DECODE_ROWS), limit)
-    short = _plan(problem, info, tiles_of(problem, info)["decode"], _DECODE_ROWS, limit)
-    plan = _plan(problem, info, tile, -_DECODE_ROWS, limit)
-    nbytes = max(p.forward.workspace_bytes for p in (plan, short))
-    return replace(plan, short=short, forward=replace(plan.forward, workspace_bytes=nbytes))
+    tile, decode = _choose_tile(problem, info), _decode_tile(problem, info)
+    if decode is not None and tile == decode:
+        return (make_span_plan(problem, info, decode, limit),)
+    every = problem.total_q >= problem.batch * problem.max_seqlen_q
+    if every or decode is None or problem.group_size > DECODE_ROWS:
+        return (_plan(problem, info, tile, 0, limit),)
+    short = make_span_plan(_short(problem), info, decode, limit, DECODE_ROWS)
+    return short, _plan(problem, info, tile, DECODE_ROWS, limit)
+
+
+def _short(problem: AttentionProblem) -> AttentionProblem:
+    """The bounds of the requests that the decode tile takes."""
+    return replace(
+        problem, max_seqlen_q=min(problem.max_seqlen_q, DECODE_ROWS // problem.group_size)
+    )
 
 
 def _plan(
-    problem: AttentionProblem, info: DeviceInfo, tile: Tile, most_rows: int, limit: int
+    problem: AttentionProblem, info: DeviceInfo, tile: Tile, skipped_rows: int, limit: int
 ) -> AttentionPlan:
-    decodes = tile.key_warps > 1
     rows = problem.total_q * problem.num_heads_q
-    if decodes:
-        rows = problem.batch * problem.num_heads_kv * most_rows
-        blocks, blocks_a_request = problem.batch, 1
-    else:
-        blocks, blocks_a_request = _row_blocks(problem, tile.rows)
+    blocks, blocks_a_request = _row_blocks(problem, tile.rows)
     chunk, splits = _choose_splits(problem, info, tile, blocks, rows, limit)
     forward = Plan(
         tile.variant(native_arch(info.capability), score_mod(problem)),
@@ -105,21 +109,20 @@ def _plan(
     )
     return AttentionPlan(
         forward,
-        combine_plan(problem, info, rows) if splits > 1 else None,
+        combine_plan(problem, info) if splits > 1 else None,
         splits,
         chunk,
         blocks_a_request,
         tile.rows,
         rows * splits if splits > 1 else 0,
-        most_rows if decodes or most_rows < 0 else 0,
+        skipped_rows,
     )
 
 
-def combine_plan(problem: AttentionProblem, info: DeviceInfo, rows: int | None = None) -> Plan:
-    """The launch that merges the partial results of a problem, or of so many rows."""
-    rows = problem.total_q * problem.num_heads_q if rows is None else rows
-    variant = combine_variant(native_arch(info.capability))
-    return Plan(variant, (rows, 1, 1), (_COMBINE_THREADS, 1, 1))
+def combine_plan(problem: AttentionProblem, info: DeviceInfo) -> Plan:
+    """The launch that merges the partial results of a problem."""
+    variant, rows = combine_variant(native_arch(info.capability)), problem.total_q
+    return Plan(variant, (rows * problem.num_heads_q, 1, 1), (_COMBINE_THREADS, 1, 1))
 
 
 def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
@@ -127,9 +130,9 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
 
     Their workspace is enough for any of the calls.
     """
-    plan = make_attention_plan(problem, info)
+    plans = make_attention_plans(problem, info)
     nbytes = _largest_workspace(problem, info)
-    forwards = {p.forward.variant: p.forward for p in (plan, plan.short) if p}
+    forwards = {plan.forward.variant: plan.forward for plan in reversed(plans)}
     modified, arch = score_mod(problem), native_arch(info.capability)
     for tile in tiles_of(problem, info).values():
         if tile.key_warps == 1 or not problem.batch_invariant:
@@ -137,26 +140,32 @@ def attention_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
             forwards.setdefault(
                 variant, Plan(variant, (1, 1, 1), (tile.threads, 1, 1), tile.smem_bytes)
             )
-    plans = list(forwards.values())
+    found = list(forwards.values())
     if nbytes:
-        plans.append(plan.combine or combine_plan(problem, info, 1))
-    return [replace(plan, workspace_bytes=nbytes) for plan in plans]
+        found.append(combine_plan(problem, info))
+        if _decode_tile(problem, info) is not None:
+            found.append(schedule_plan(problem.batch, info.capability))
+    return [replace(plan, workspace_bytes=nbytes) for plan in found]
 
 
 def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     """Of any call within the bounds."""
-    if problem.batch_invariant or problem.num_splits == 1:
+    if problem.batch_invariant:
         return 0
-    most = min(problem.num_splits or MOST_SPLITS, MOST_SPLITS)
-    tiles = tiles_of(problem, info)
+    tile, decoding = _decode_tile(problem, info), 0
+    if tile is not None and problem.group_size <= DECODE_ROWS:
+        decoding = make_span_plan(_short(problem), info, tile, _LARGEST_WORKSPACE).memory.nbytes
+    if problem.num_splits == 1:
+        return decoding
     rows = problem.total_q * problem.num_heads_q
-    short = problem.batch * problem.num_heads_kv * _DECODE_ROWS if "decode" in tiles else 0
     if problem.num_splits:
-        rows = max(rows, short) * most
+        rows *= min(problem.num_splits, MOST_SPLITS)
     else:
-        full = _WAVES * max(tile.rows * _resident(tile, info) for tile in tiles.values())
-        rows = max(min(rows * most, full), short * min(most, _even_splits(problem)))
-    return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
+        tiles = tiles_of(problem, info).values()
+        full = max(tile.rows * _resident(tile, info) for tile in tiles if tile.key_warps == 1)
+        rows = min(rows * MOST_SPLITS, _WAVES * full)
+    nbytes = rows * (problem.head_dim_v + 1) * 4
+    return min(max(nbytes, decoding), _LARGEST_WORKSPACE)
 
 
 def _partial_bytes(problem: AttentionProblem, rows: int, splits: int) -> int:
@@ -168,22 +177,17 @@ def _most_rows(problem: AttentionProblem) -> int:
     return min(problem.max_seqlen_q, problem.total_q) * problem.group_size
 
 
-def _is_mixed(problem: AttentionProblem, info: DeviceInfo, tile: Tile) -> bool:
-    """Whether there may be requests for the decode tile beside those for another."""
-    return (
-        tile.key_warps == 1
-        and "decode" in tiles_of(problem, info)
-        and not problem.batch_invariant
-        and problem.group_size <= _DECODE_ROWS
-        and problem.total_q < problem.batch * problem.max_seqlen_q
-    )
+def _decode_tile(problem: AttentionProblem, info: DeviceInfo) -> Tile | None:
+    """The decode tile, if it may serve requests of few rows."""
+    tile = None if problem.batch_invariant else tiles_of(problem, info).get("decode")
+    return tile if tile is not None and serves(problem, tile) else None
 
 
 def _choose_tile(problem: AttentionProblem, info: DeviceInfo) -> Tile:
-    tiles = tiles_of(problem, info)
+    tiles, decode = tiles_of(problem, info), _decode_tile(problem, info)
     rows = _most_rows(problem)
-    if rows <= _DECODE_ROWS and "decode" in tiles and not problem.batch_invariant:
-        return tiles["decode"]
+    if rows <= DECODE_ROWS and decode is not None:
+        return decode
     if rows > 64 and "wide" in tiles:
         wide = tiles["wide"]
         if _row_blocks(problem, wide.rows)[0] * problem.num_heads_kv >= info.num_sms:
@@ -231,19 +235,12 @@ def _choose_splits(
         return NEVER_SPLIT, 1
     if wanted == 0:
         wanted = _planned_splits(info, tile, items, visible)
-        if tile.key_warps > 1 and problem.batch > 1 and items < 16 * _resident(tile, info):
-            wanted = max(wanted, _even_splits(problem))
     for count in range(min(wanted, MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
         chunk = -(-visible // count // tile.keys) * tile.keys
         splits = _chunks(problem, visible, chunk)
         if splits <= wanted and _partial_bytes(problem, rows, splits) <= workspace_limit:
             return (chunk, splits) if splits > 1 else (NEVER_SPLIT, 1)
     return NEVER_SPLIT, 1
-
-
-def _even_splits(problem: AttentionProblem) -> int:
-    """Pieces so short that the last ones of a batch of unequal lengths keep no one waiting."""
-    return problem.max_seqlen_k // _EVEN_CHUNK
 
 
 def _resident(tile: Tile, info: DeviceInfo) -> int:

@@ -7,19 +7,21 @@ from dataclasses import dataclass
 
 from .attention_params import ATTENTION_PARAMS
 from .compile import native_arch
+from .decode_tile import DECODE_PARAMS, schedule_variant
 from .device import DeviceInfo
 from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
 from .problem import AttentionProblem
 from .variant import Variant
 
-__all__ = ["Tile", "attention_variants", "combine_variant", "score_mod", "tiles_of"]
+__all__ = ["STATIC_BYTES", "Tile", "attention_variants", "combine_variant", "score_mod", "tiles_of"]
 
 _BUCKETS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
 _ROOMY = 128 << 10  # bytes of shared memory for a block; 8.6, 8.9 and 12.x have fewer
 _HALF_ROOMY = ("sm_80", "sm_87")  # 163 KB
 _CRAMPED = ("sm_86", "sm_89", "sm_120", "sm_121")
-_STATIC_BYTES = 256  # of shared memory that a kernel takes besides its tiles, at most
+STATIC_BYTES = 256
+"""Of shared memory that a kernel takes besides its tiles, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,17 @@ class Tile:
         shape = f"d{self.head_dim}" + (
             "" if self.head_dim == self.head_dim_v else f"_{self.head_dim_v}"
         )
-        kind = "decode" if self.key_warps > 1 else f"m{self.rows}"
-        name = f"attention_fwd_sm80_{self.compute.name}_{self.cache.name}_{shape}_{kind}"
+        decodes = self.key_warps > 1
+        kind, rows = ("decode", "") if decodes else ("fwd", f"_m{self.rows}")
+        name = f"attention_{kind}_sm80_{self.compute.name}_{self.cache.name}_{shape}{rows}"
         return Variant(
-            "attention_fwd_sm80.cu",
+            f"attention_{kind}_sm80.cu",
             name + ("_mod" if score_mod else ""),
             arch,
             (
                 ("BLOCKS", self.blocks),
                 ("COMPUTE_TYPE", self.compute.code),
+                *((("DECODE_NBYTES", DECODE_PARAMS.nbytes),) if decodes else ()),
                 ("HEAD_DIM", self.head_dim),
                 ("HEAD_DIM_V", self.head_dim_v),
                 ("HOLD", self.hold),
@@ -163,7 +167,7 @@ def tiles_of(problem: AttentionProblem, info: DeviceInfo) -> dict[str, Tile]:
     """
     cache = problem.kv_type
     bucket = next(b for b in _BUCKETS if problem.head_dim <= b[0] and problem.head_dim_v <= b[1])
-    room = info.smem_optin - _STATIC_BYTES
+    room = info.smem_optin - STATIC_BYTES
     compute = FP16 if cache.is_fp8 else cache
     arch, roomy = native_arch(info.capability), info.smem_optin >= _ROOMY
     tiles = _tiles(arch, roomy, compute, cache, bucket, score_mod(problem))
@@ -194,3 +198,5 @@ def attention_variants(arch: str) -> Iterator[Variant]:
                 for tile in _tiles(arch, roomy, compute, cache, bucket, modified).values():
                     yield tile.variant(arch, modified)
     yield combine_variant(arch)
+    if arch != "sm_90":  # there it is the Hopper kernels'
+        yield schedule_variant((int(arch[3:-1]), int(arch[-1])))

@@ -95,9 +95,9 @@ class DecodePlan:
         return replace(self, attend=replace(self.attend, workspace_bytes=nbytes))
 
 
-def schedule_plan(batch: int) -> Plan:
+def schedule_plan(batch: int, capability: tuple[int, int] = (9, 0)) -> Plan:
     """The launch that makes the table of a batch."""
-    return Plan(schedule_variant(), (1 if batch else 0, 1, 1), (_SCHEDULE_THREADS, 1, 1))
+    return Plan(schedule_variant(capability), (1 if batch else 0, 1, 1), (_SCHEDULE_THREADS, 1, 1))
 
 
 def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
@@ -216,6 +216,7 @@ def make_decode_plan(
         _CHUNKS if invariant else 0,
         counters,
         most_rows,
+        0,
         stages,
         _log2(box_rows),
         k_panels,

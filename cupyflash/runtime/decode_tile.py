@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from .attention_plan import ATTENTION_PARAMS
+from .attention_params import ATTENTION_PARAMS
+from .compile import native_arch
 from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
 from .params import ParamsLayout
 from .variant import Variant
@@ -26,7 +27,8 @@ DECODE_PARAMS = ParamsLayout(
         (name, "i32")
         for name in (
             *("spans", "tile_shift", "row_block", "units", "unit_shift", "fewest_shift"),
-            *("align_most", "most_pieces", "chunks", "counters", "most_rows", "stages"),
+            *("align_most", "most_pieces", "chunks", "counters", "most_rows", "segment_tiles"),
+            "stages",
             *("box_shift", "k_panels", "v_panels", "whole_boxes", "column_shift", "page_shift"),
         )
     ),
@@ -107,9 +109,10 @@ def decode_variants(arch: str) -> Iterator[Variant]:
             for rows in row_tiles(head_dim):
                 for warps in warp_counts(head_dim):
                     yield DecodeTile(compute, cache, head_dim, rows, warps).variant
-    yield schedule_variant()
+    yield schedule_variant((9, 0))
 
 
-def schedule_variant() -> Variant:
+def schedule_variant(capability: tuple[int, int]) -> Variant:
     """The kernel that adds up large batches."""
-    return Variant("schedule.cu", "schedule", _ARCH, (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),))
+    arch = _ARCH if capability == (9, 0) else native_arch(capability)
+    return Variant("schedule.cu", "schedule", arch, (("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),))

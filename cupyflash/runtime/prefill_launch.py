@@ -155,7 +155,7 @@ def _queue(
     packed = pack_attention(call, device, *found, partial, plan.tiling)
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
     links = device.pointer(block) + plan.workspace_at + plan.partial_bytes
-    own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, -plan.tiling.most_rows)
+    own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, plan.tiling.skipped_rows)
     kind = UINT8 if layout.problem.kv_type.is_fp8 else UINT16
     encoded = tuple(
         device.encode_tensor_map(

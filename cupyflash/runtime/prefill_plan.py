@@ -150,7 +150,7 @@ def make_prefill_plan(
     return PrefillPlan(
         attend,
         combine_plan(problem, info) if splits > 1 else None,
-        Tiling(chunk, 0, TILE_ROWS // pack * problem.group_size, rows, -most_skipped),
+        Tiling(chunk, 0, TILE_ROWS // pack * problem.group_size, rows, most_skipped),
         (
             *(items, splits, pack.bit_length() - 1, groups, blocks, together, share),
             _box_keys(problem),

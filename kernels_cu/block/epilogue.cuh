@@ -43,14 +43,10 @@ __device__ __forceinline__ void store_lse(const AttentionParams &p, i64 token, i
 
 // Rows of one partial result of all requests, and where a request's row is among them.
 __device__ __forceinline__ i64 partial_rows(const AttentionParams &p) {
-  return p.most_rows > 0 ? static_cast<i64>(p.batch) * p.heads_kv * p.most_rows
-                         : static_cast<i64>(p.total_q) * p.heads_q;
+  return static_cast<i64>(p.total_q) * p.heads_q;
 }
 __device__ __forceinline__ i64 partial_row(const AttentionParams &p, const Request &r, int kv_head,
                                            int row) {
-  if (p.most_rows > 0) {
-    return (static_cast<i64>(r.index) * p.heads_kv + kv_head) * p.most_rows + row;
-  }
   const int token = row / p.group;
   return static_cast<i64>(r.q_begin + token) * p.heads_q + kv_head * p.group + row -
          token * p.group;
@@ -82,6 +78,22 @@ __device__ __forceinline__ bool stores_wide(const AttentionParams &p) {
   return ((low | p.head_dim_v * 2) & 15) == 0;
 }
 
+// A row of a partial result; pair n are columns first_column + column_of(n) + {0, 1} of this lane.
+template <int kPairs, class ColumnOf>
+__device__ __forceinline__ void store_partial(const AttentionParams &p, i64 at, float norm,
+                                              int first_column, const float (&value)[kPairs][2],
+                                              ColumnOf column_of) {
+  float *to = p.partial_out + at * p.head_dim_v;
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    const int column = first_column + column_of(n);
+    if (column < p.head_dim_v) {
+      *reinterpret_cast<float2 *>(to + column) =
+          make_float2(value[n][0] * norm, value[n][1] * norm);
+    }
+  }
+}
+
 // Row `row` of a segment; pair n are columns first_column + column_of(n) + {0, 1} of this lane. The
 // sink counts here if kSink.
 template <int kPairs, bool kSink = true, class ColumnOf>
@@ -94,15 +106,7 @@ __device__ __forceinline__ void store_row(const AttentionParams &p, const Segmen
   if (s.slot >= 0) {
     const i64 at = s.slot * partial_rows(p) + partial_row(p, s.request, kv_head, row);
     if (with_lse) p.partial_lse[at] = result.lse;
-    float *to = p.partial_out + at * p.head_dim_v;
-#pragma unroll
-    for (int n = 0; n < kPairs; ++n) {
-      const int column = first_column + column_of(n);
-      if (column < p.head_dim_v) {
-        *reinterpret_cast<float2 *>(to + column) =
-            make_float2(value[n][0] * result.norm, value[n][1] * result.norm);
-      }
-    }
+    store_partial(p, at, result.norm, first_column, value, column_of);
     return;
   }
   float lse = result.lse, weight = 1.f;

@@ -26,6 +26,13 @@ struct Segment {
   int slot;     // of the partial result; -1: the result itself
   float scale;  // of the scores, without its sign
   bool negate;  // the queries, for a negative scale
+
+  __device__ __forceinline__ void find_free_keys(const AttentionParams &p) {
+    const int shift = request.kv_len - request.q_len;
+    const int first = row_begin / p.group + shift, last = (row_end - 1) / p.group + shift;
+    free_begin = p.window_left < 0 ? 0 : last - p.window_left;
+    free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);
+  }
 };
 
 __device__ __forceinline__ Request load_request(const AttentionParams &p, int i) {
@@ -91,7 +98,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams &p, int index
   }
   segment.request = load_request(p, request);
   const int rows = segment.request.q_len * p.group;
-  if (p.most_rows > 0 ? rows > p.most_rows : rows <= -p.most_rows) return false;
+  if (rows <= p.skipped_rows) return false;
   segment.row_begin = block * kRows;
   segment.row_end = min(rows, segment.row_begin + kRows);
   if (segment.row_begin >= rows) return false;
@@ -101,12 +108,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams &p, int index
   const i64 begin = static_cast<i64>(keys.begin / p.chunk + split) * p.chunk;
   segment.kv_begin = static_cast<int>(max(begin, static_cast<i64>(keys.begin)));
   segment.kv_end = static_cast<int>(min(begin + p.chunk, static_cast<i64>(keys.end)));
-  const int shift = segment.request.kv_len - segment.request.q_len;
-  const int first = segment.row_begin / p.group + shift;
-  const int last = (segment.row_end - 1) / p.group + shift;
-  segment.free_begin = p.window_left < 0 ? 0 : last - p.window_left;
-  segment.free_end = p.window_right < 0 ? segment.kv_end
-                                        : min(segment.kv_end, first + p.window_right + 1);
+  segment.find_free_keys(p);
   segment.slot = chunks > 1 ? split : -1;
   return true;
 }

@@ -66,6 +66,14 @@ __device__ __forceinline__ float score_scale(const AttentionParams &p, int reque
   return scale;
 }
 
+// The scale of a segment's scores: to base 2, or to natural units where they are modified.
+template <bool kModified>
+__device__ __forceinline__ void set_scale(const AttentionParams &p, Segment &s) {
+  const float scale = score_scale(p, s.request.index, s.kv_head);
+  s.scale = fabsf(scale) * (kModified ? 1.f : kLog2e);
+  s.negate = scale < 0.f;
+}
+
 // tanh to about 2 units of 2^-24, absolutely; relatively so where x is small. tanh.approx is off by
 // 2^-11, which a cap of 30 makes an error of 1.5 % in a weight.
 __device__ __forceinline__ float tanh_fast(float x) {

@@ -12,7 +12,7 @@ constexpr int kMostPieces = 128;  // of equal segments
 
 struct RequestWork {
   Request request;
-  int first_tile, tiles;  // key tiles that some row sees: of every segment of the request
+  int first_tile, tiles;  // key tiles that some row sees, and what is added to them: of a segment
   int row_blocks;
   int chunks;
   int segments;  // chunks of row blocks of all units; 0: nothing to do here
@@ -43,7 +43,8 @@ __device__ __forceinline__ RequestWork request_work(const AttentionParams &p,
   const bool mine = rows > 0 && rows <= d.most_rows;
   const KeyRange keys = visible_keys(p, w.request, 0, w.request.q_len - 1);
   w.first_tile = keys.begin >> d.tile_shift;
-  w.tiles = mine && keys.end > keys.begin ? ((keys.end - 1) >> d.tile_shift) - w.first_tile + 1 : 0;
+  const bool any = mine && keys.end > keys.begin;
+  w.tiles = any ? ((keys.end - 1) >> d.tile_shift) - w.first_tile + 1 + d.segment_tiles : 0;
   w.row_blocks = !mine ? 0 : rows <= d.row_block ? 1 : (rows + d.row_block - 1) / d.row_block;
   w.segments = w.row_blocks * d.units;
   w.chunks = 1;

@@ -19,8 +19,9 @@ struct AttentionParams {
   const char *q_descale;     // [batch, heads_kv] fp32, or null: part of softmax_scale
   const char *k_descale;     // the same
   const char *v_descale;     // the same, or null: v_scale
-  float *partial_out;        // [splits, total_q, heads_q, head_dim_v], or null: never split
-  float *partial_lse;        // [splits, total_q, heads_q]
+  // [splits, total_q, heads_q, head_dim_v], or null: never split. Of spans [slots, row_block, ...].
+  float *partial_out;
+  float *partial_lse;  // the same without the last; of spans float2, DecodeParams::partial_state
   i64 q_token_stride, q_head_stride;
   i64 k_block_stride, k_token_stride, k_head_stride;
   i64 v_block_stride, v_token_stride, v_head_stride;
@@ -54,7 +55,5 @@ struct AttentionParams {
   float softmax_scale;
   float v_scale;
   float softcap;  // 0: off
-  // Rows (tokens times group) of the requests that count: n > 0: at most n; their partial results are
-  // numbered by request, n rows each. n < 0: more than -n. 0: any.
-  i32 most_rows;
+  i32 skipped_rows;  // requests with so many rows (tokens times group) are left to another launch
 };

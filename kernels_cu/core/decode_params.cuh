@@ -20,6 +20,7 @@ struct DecodeParams {
                        // alone; 0: cut where spans end
   i32 counters;        // of arrivals
   i32 most_rows;       // requests with more are left to another kernel
+  i32 segment_tiles;   // what a segment costs besides its tiles; counted as tiles after its keys
   i32 stages;          // tiles in flight, a warp
   i32 box_shift;       // log2 of the keys of a TMA box
   i32 k_panels, v_panels;  // of 128 bytes that a row has

@@ -48,6 +48,9 @@ struct AttentionVariant {
   static constexpr bool kScoreMod = SCORE_MOD;        // soft cap or ALiBi
   static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
   static constexpr int kSharedBytes = SMEM_NBYTES;
+#ifdef DECODE_NBYTES
+  static constexpr int kDecodeBytes = DECODE_NBYTES;
+#endif
 };
 static_assert(AttentionVariant::kCompute == kFp16 || AttentionVariant::kCompute == kBf16, "");
 static_assert(!AttentionVariant::kWiden || AttentionVariant::kCache >= kE4m3, "");

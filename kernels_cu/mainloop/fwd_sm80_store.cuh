@@ -59,7 +59,7 @@ struct ForwardStore {
   // A partial result has no sink.
   __device__ __forceinline__ RowResult result_of(u32 head, float shift, float sum,
                                                  float v_scale) const {
-    const bool with_lse = p.lse || s.slot >= 0;
+    const bool with_lse = p.lse || (kKeyWarps == 1 && s.slot >= 0);
     if (!p.sink || s.slot >= 0) return conclude(shift, sum, v_scale, with_lse);
     return conclude(shift, sum, v_scale, load_sink(p, static_cast<int>(head)), with_lse);
   }
@@ -148,10 +148,19 @@ struct ForwardStore {
         }
       }
     }
-    store_row<2 * kPairs, false>(
-        p, s, s.kv_head, row, result, first * 16 + lane % 4 * (V::kWiden ? 4 : 2),
-        with_lse && lane % 4 == 0, value,
-        [&](int n) { return n / 2 * step * 16 + n % 2 * (V::kWiden ? 2 : 8); });
+    const int first_column = first * 16 + lane % 4 * (V::kWiden ? 4 : 2);
+    const bool with_state = with_lse && lane % 4 == 0;
+    const auto column_of = [&](int n) {
+      return n / 2 * step * 16 + n % 2 * (V::kWiden ? 2 : 8);
+    };
+    if (kKeyWarps > 1 && s.slot >= 0) {
+      const i64 at = static_cast<i64>(s.slot) * p.row_block + in_block;
+      if (with_state) reinterpret_cast<float2 *>(p.partial_lse)[at] = make_float2(shift, sum);
+      store_partial(p, at, result.norm, first_column, value, column_of);
+      return;
+    }
+    store_row<2 * kPairs, false>(p, s, s.kv_head, row, result, first_column, with_state, value,
+                                 column_of);
   }
 
   // The warps hold states of the same rows over different keys; each then stores a share of the
