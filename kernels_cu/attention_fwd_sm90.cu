@@ -1,5 +1,5 @@
 // Attention forward for compute capability 9.0a, for many queries. Grid: as many blocks as run at
-// once; each takes tiles until there are none. One warpgroup loads and stores, two compute.
+// once; each takes tiles until there are none. One warpgroup loads and stores, two to four compute.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
@@ -10,12 +10,14 @@ static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the
 static_assert(sizeof(PrefillParams) == PrefillVariant::kParamsBytes,
               "PrefillParams differs from the host's layout");
 
-extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(PrefillShared<PrefillVariant>::kThreads, 1)
+    KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ PrefillParams x,
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map, const __grid_constant__ TensorMap out_map) {
   extern __shared__ __align__(1024) char smem[];
   const PrefillShared<PrefillVariant> shared(smem);
+  constexpr int kGroups = PrefillVariant::kTileRows / 64;
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&q_map);
@@ -23,9 +25,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
     prefetch_tensor_map(&v_map);
     shared.init();
   }
-  sort_requests(p, x, shared.rest().order, shared.scratch());
+  sort_requests<PrefillVariant>(p, x, shared.rest().order, shared.scratch());
   if (warpgroup == 0) {
-    give_registers<56>();
+    give_registers<PrefillVariant::kLoadRegisters>();
     fence_async_proxy();  // keys land where the requests were sorted
     const PrefillMaps maps = {&q_map, &k_map, &v_map, &out_map};
     const PrefillLoader<PrefillVariant> loader(p, x, maps, shared);
@@ -42,9 +44,9 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
       loader.run_stores();
     }
   } else {
-    take_registers<224>();
+    take_registers<PrefillVariant::kComputeRegisters>();
     PrefillCompute<PrefillVariant> compute(p, x, shared, warpgroup - 1);
-    if (PrefillVariant::kTurns && warpgroup == 2) named_barrier_arrive(1, 256);
+    if (PrefillVariant::kTurns && warpgroup == kGroups) named_barrier_arrive(1, 256);
     compute.run();
   }
 }

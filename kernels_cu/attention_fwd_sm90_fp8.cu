@@ -19,7 +19,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
   const Fp8Shared<Fp8Variant> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) shared.init();
-  sort_requests(p, x, shared.rest().order, shared.scratch());
+  sort_requests<Fp8Variant>(p, x, shared.rest().order, shared.scratch());
   if (warpgroup == 0) {
     give_registers<40>();
     fence_async_proxy();  // keys land where the requests were sorted

@@ -27,7 +27,8 @@ def inner_loop(variant):
 
 
 @pytest.mark.parametrize(
-    "shape", ["d64_n192", "d64_n128", "d128_n128", "d192_128_n128", "d256_n80"]
+    "shape",
+    ["d64_n64_m256", "d64_n128_m192", "d64_n128", "d128_n128", "d192_128_n128", "d256_n80"],
 )
 def test_the_inner_loop(shape):
     variant = VARIANTS[f"attention_fwd_sm90_bf16_{shape}"]

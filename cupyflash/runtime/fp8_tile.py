@@ -45,6 +45,14 @@ class Fp8Tile:
     flush: int = 1
 
     @property
+    def rows(self) -> int:
+        return _ROWS
+
+    @property
+    def threads(self) -> int:
+        return 128 + 2 * _ROWS
+
+    @property
     def smem_bytes(self) -> int:
         row = -(-self.head_dim // _PANEL) * _PANEL
         loaded = self.keys * (self.key_stages + self.value_stages)

@@ -11,7 +11,7 @@ from .device import Device
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
-from .prefill_plan import PREFILL_PARAMS, TILE_ROWS, PrefillPlan
+from .prefill_plan import PREFILL_PARAMS, PrefillPlan
 from .tensor_map import (
     PROMOTE_128B,
     PROMOTE_256B,
@@ -49,13 +49,13 @@ def prefill_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
     return ""
 
 
-def _row_map(spec: Any, pack: int) -> Map:
+def _row_map(spec: Any, rows: int, pack: int) -> Map:
     """Of [tokens, heads, dim]: (element, head, token); a box is 128 bytes of a tile's rows."""
     (tokens, heads, dim), dtype, strides = spec
     return (
         (dim, heads, tokens),
         (_step(heads, strides[1]), _step(tokens, strides[0])),
-        (_PANEL // dtype.itemsize, pack, TILE_ROWS // pack),
+        (_PANEL // dtype.itemsize, pack, rows // pack),
     )
 
 
@@ -89,12 +89,12 @@ def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int,
     last one."""
     arrays = AttentionArrays(*layout.specs)
     maps = [
-        _row_map(arrays.q, plan.pack),
+        _row_map(arrays.q, plan.rows, plan.pack),
         _key_map(arrays.k, plan.box_keys),
         _key_map(arrays.v, plan.box_keys),
     ]
     if not layout.problem.kv_type.is_fp8:
-        maps.append(_row_map(arrays.out or _new_out(layout), plan.pack))
+        maps.append(_row_map(arrays.out or _new_out(layout), plan.rows, plan.pack))
     paged = layout.problem.page_size is not None
     return tuple(maps), PROMOTE_128B if paged else PROMOTE_256B, arrays.k[0][0] if paged else 1
 

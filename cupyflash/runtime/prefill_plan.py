@@ -14,7 +14,6 @@ from .fp8_tile import Fp8Tile, fp8_refusal
 from .plan import Plan
 from .prefill_tile import (
     PREFILL_PARAMS,
-    TILE_ROWS,
     PrefillTile,
     prefill_tile,
     prefill_variant,
@@ -25,7 +24,6 @@ from .splits import MOST_SPLITS, fewest_pieces
 
 __all__ = [
     "PREFILL_PARAMS",
-    "TILE_ROWS",
     "PrefillPlan",
     "make_prefill_plan",
     "prefill_plans",
@@ -33,7 +31,6 @@ __all__ = [
     "prefill_variants",
 ]
 
-_THREADS = 384
 _LARGEST_WORKSPACE = 1 << 28
 _SMALLEST_CHUNK = 512  # keys
 _WAVES = 4  # tiles a multiprocessor, at most, for the sake of splitting
@@ -54,8 +51,8 @@ class PrefillPlan:
     numbers : tuple of int
         The fields of ``PrefillParams`` after its pointers, the last two (a page that lies outside,
         most rows of requests that are skipped) excepted.
-    pack, box_keys : int
-        Query heads in the rows of a tile; keys of a TMA box.
+    rows, pack, box_keys : int
+        Rows of a tile; query heads in them; keys of a TMA box.
     partial_bytes : int
     workspace_at : int
         Where in the workspace it begins: what is before belongs to a launch that runs beside it.
@@ -65,6 +62,7 @@ class PrefillPlan:
     combine: Plan | None
     tiling: Tiling
     numbers: tuple[int, ...]
+    rows: int
     pack: int
     box_keys: int
     partial_bytes: int
@@ -98,16 +96,17 @@ def _box_keys(problem: AttentionProblem) -> int:
     return keys if page is None else gcd(page, keys) if page >= 16 else 1
 
 
-def _pack(problem: AttentionProblem) -> int:
-    return gcd(problem.group_size, TILE_ROWS)
+def _pack(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> int:
+    return gcd(problem.group_size, tile.rows & -tile.rows)  # a power of two
 
 
 def _items(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> tuple[int, int]:
     """Tiles at most, and how many of them every request and head group has (0: by its length)."""
-    tokens = TILE_ROWS // _pack(problem)
+    pack = _pack(problem, tile)
+    tokens = tile.rows // pack
     per_request = -(-min(problem.max_seqlen_q, problem.total_q) // tokens)
     ragged = problem.total_q // tokens + problem.batch
-    groups = problem.num_heads_q // _pack(problem)
+    groups = problem.num_heads_q // pack
     if per_request * problem.batch <= ragged:
         return per_request * problem.batch * groups, per_request
     return ragged * groups, 0
@@ -126,7 +125,8 @@ def make_prefill_plan(
     Requests of at most ``most_skipped`` rows (queries times heads of a group) are left to a decode
     launch before, which runs beside this one and has the first ``workspace_at`` bytes.
     """
-    tile, pack = prefill_tile(problem), _pack(problem)
+    tile = prefill_tile(problem)
+    pack = _pack(problem, tile)
     workspace_limit -= workspace_at
     tiles, blocks = _items(problem, tile)
     chunk, splits = _choose_splits(problem, info, tile, tiles, workspace_limit)
@@ -141,7 +141,7 @@ def make_prefill_plan(
     attend = Plan(
         prefill_variant(problem),
         (min(info.num_sms, items), 1, 1),
-        (_THREADS, 1, 1),
+        (tile.threads, 1, 1),
         tile.smem_bytes,
         workspace_at + partial_bytes + items * 4,
         most_skipped > 0,
@@ -150,11 +150,12 @@ def make_prefill_plan(
     return PrefillPlan(
         attend,
         combine_plan(problem, info) if splits > 1 else None,
-        Tiling(chunk, 0, TILE_ROWS // pack * problem.group_size, rows, most_skipped),
+        Tiling(chunk, 0, tile.rows // pack * problem.group_size, rows, most_skipped),
         (
-            *(items, splits, pack.bit_length() - 1, groups, blocks, together, share),
-            _box_keys(problem),
+            *(items, splits, pack.bit_length() - 1, groups, blocks, together),
+            *((problem.batch if blocks else 1) * groups, share, _box_keys(problem)),
         ),
+        tile.rows,
         pack,
         _box_keys(problem),
         partial_bytes,
@@ -178,27 +179,28 @@ def prefill_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
 def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     if problem.num_splits == 1 or problem.batch_invariant:
         return 0
-    tiles = _items(problem, prefill_tile(problem))[0]
+    tile = prefill_tile(problem)
+    tiles = _items(problem, tile)[0]
     if problem.num_splits:
         pieces = tiles * min(problem.num_splits, MOST_SPLITS)
     else:
         pieces = _WAVES * info.num_sms
-    return min(pieces * (TILE_ROWS * (problem.head_dim_v + 1) + 1) * 4, _LARGEST_WORKSPACE)
+    return min(pieces * (tile.rows * (problem.head_dim_v + 1) + 1) * 4, _LARGEST_WORKSPACE)
 
 
-def _visible(problem: AttentionProblem) -> int:
+def _visible(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> int:
     """Keys that a tile sees at most."""
     left, right = problem.window_left, problem.window_right
     if left < 0 or right < 0:
         return problem.max_seqlen_k
-    return min(problem.max_seqlen_k, left + right + TILE_ROWS // _pack(problem))
+    return min(problem.max_seqlen_k, left + right + tile.rows // _pack(problem, tile))
 
 
 def _choose_splits(
     problem: AttentionProblem, info: DeviceInfo, tile: PrefillTile | Fp8Tile, tiles: int, limit: int
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
-    visible, wanted = _visible(problem), problem.num_splits
+    visible, wanted = _visible(problem, tile), problem.num_splits
     if wanted == 1 or problem.batch_invariant or not tiles:
         return NEVER_SPLIT, 1
     if wanted == 0:

@@ -1,14 +1,13 @@
 // Which tile a block of the Hopper prefill takes next.
 //
-// A tile is kTileRows rows of one request: (token, head) pairs of up to kTileRows heads that share
-// a KV head, tokens outermost. Tiles with many keys come first, and those that read the same keys
+// A tile is V::kTileRows rows of one request: (token, head) pairs of heads that share a KV head,
+// tokens outermost. Tiles with many keys come first, and those that read the same keys
 // together, as far as the L2 holds them.
 #pragma once
 
 #include "block/segment.cuh"
 #include "core/prefill_params.cuh"
 
-constexpr int kTileRows = 128;
 constexpr int kMostSorted = 128;  // requests
 
 // Requests by falling number of keys. In shared memory.
@@ -42,8 +41,9 @@ struct PrefillTile {
   i32 failed;              // the fixed shift did not hold
 };
 
+template <class V>
 __device__ __forceinline__ int tile_tokens(const PrefillParams &x) {
-  return kTileRows >> x.pack_shift;
+  return V::kTileRows >> x.pack_shift;
 }
 
 __device__ __forceinline__ bool is_skipped(const AttentionParams &p, const PrefillParams &x,
@@ -52,6 +52,7 @@ __device__ __forceinline__ bool is_skipped(const AttentionParams &p, const Prefi
 }
 
 // By all threads of the block, at least kMostSorted.
+template <class V>
 __device__ __forceinline__ void sort_requests(const AttentionParams &p, const PrefillParams &x,
                                               RequestOrder &order, OrderScratch &scratch) {
   const int i = static_cast<int>(threadIdx.x);
@@ -63,7 +64,7 @@ __device__ __forceinline__ void sort_requests(const AttentionParams &p, const Pr
   if (i < p.batch) {
     const Request r = load_request(p, i);
     const bool none = r.q_len <= 0 || is_skipped(p, x, r.q_len);
-    const int tokens = tile_tokens(x);
+    const int tokens = tile_tokens<V>(x);
     scratch.keys[i] = none ? -1 : r.kv_len;
     scratch.tiles[i] = none ? 0 : (r.q_len + tokens - 1) / tokens * x.head_groups;
   }
@@ -109,25 +110,23 @@ __device__ __forceinline__ void describe_keys(const AttentionParams &p, int kv_l
 }
 
 // Fills what an item is. False: nothing. Every lane of the warp takes part.
-template <int kKeys>
+template <class V>
 __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const PrefillParams &x,
                                             const RequestOrder &order, int item, PrefillTile &t) {
-  const int tokens = tile_tokens(x);
+  const int tokens = tile_tokens<V>(x);
   int index = item / x.splits, request = 0, block, head_group;
-  const int split = item - index * x.splits;
   if (x.blocks || order.total >= 0) {
-    int blocks = x.blocks, pairs = p.batch * x.head_groups, together = x.together;
+    int blocks = x.blocks, together = x.together;
     if (!x.blocks) {
       const int rank = find_last(p.batch, index, [&](int i) { return order.start[i]; });
       request = order.request[rank];
       index -= order.start[rank];
       const Request r = load_request(p, request);
       blocks = (r.q_len + tokens - 1) / tokens;
-      pairs = x.head_groups;
       together = max(1, x.l2_keys / max(1, r.kv_len)) * (p.group >> x.pack_shift);
     }
     const int group = index / (blocks * together), first = group * together;
-    const int width = min(together, pairs - first);
+    const int width = min(together, x.pairs - first);
     index -= first * blocks;
     const int above = index / width, pair = first + index - above * width;
     block = blocks - 1 - above;
@@ -146,13 +145,14 @@ __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const Pref
   if (first > last || is_skipped(p, x, r.q_len)) return false;
   KeyRange keys = visible_keys(p, r, first, last);
   const int chunks = count_chunks(p, keys);
+  const int split = item % x.splits;
   if (split >= max(1, chunks)) return false;
   if (chunks == 0) {
     keys = {0, 0};
   } else {
-    const i64 begin = static_cast<i64>(keys.begin / p.chunk + split) * p.chunk;
-    keys.end = static_cast<int>(min(begin + p.chunk, static_cast<i64>(keys.end)));
-    keys.begin = static_cast<int>(max(begin, static_cast<i64>(keys.begin)));
+    const int begin = (keys.begin / p.chunk + split) * p.chunk;
+    keys.end = begin + min(p.chunk, keys.end - begin);
+    keys.begin = max(begin, keys.begin);
   }
   if ((threadIdx.x & 31) == 0) {
     t.item = item;
@@ -166,7 +166,7 @@ __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const Pref
     t.staged = chunks <= 1 && first + tokens <= r.q_len;
     t.kv_row = r.kv_begin;
     t.failed = 0;
-    describe_keys<kKeys>(p, r.kv_len, r.kv_len - r.q_len, first, last, keys, t);
+    describe_keys<V::kKeys>(p, r.kv_len, r.kv_len - r.q_len, first, last, keys, t);
   }
   __syncwarp();
   return true;

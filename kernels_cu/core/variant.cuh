@@ -80,14 +80,18 @@ struct PrefillVariant {
   static constexpr int kHeadDim = HEAD_DIM;  // buckets: at least the real ones
   static constexpr int kHeadDimV = HEAD_DIM_V;
   static constexpr int kKeys = KEY_TILE;
+  static constexpr int kTileRows = TILE_ROWS;  // 64 a computing warpgroup
   static constexpr int kQueryStages = QUERY_STAGES;
   static constexpr int kStages = KEY_STAGES;
+  static constexpr int kLoadRegisters = LOAD_REGISTERS;  // of a thread that loads
+  static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr bool kTurns = TURNS;          // the warpgroups issue their products in turns
   static constexpr bool kScoreMod = SCORE_MOD;   // soft cap or ALiBi
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = PREFILL_NBYTES;
 };
 static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == kBf16, "");
+static_assert(TILE_ROWS % 64 == 0 && TILE_ROWS <= 256, "two to four computing warpgroups");
 #endif
 
 #ifdef FP8_PREFILL_NBYTES
@@ -95,6 +99,7 @@ static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == k
 struct Fp8Variant {
   static constexpr int kHeadDim = HEAD_DIM;  // a bucket: at least those of q, k and v
   static constexpr int kKeys = KEY_TILE;
+  static constexpr int kTileRows = 128;
   static constexpr int kQueryStages = QUERY_STAGES;
   static constexpr int kKeyStages = KEY_STAGES;
   static constexpr int kValueStages = VALUE_STAGES;    // as they are stored

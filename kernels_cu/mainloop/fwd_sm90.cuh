@@ -16,12 +16,15 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   using S = PrefillShared<V>;
   using Pipeline = PrefillPipeline<Rows, S>;
   static constexpr int kKeys = V::kKeys, kDv = V::kHeadDimV;
+  static constexpr int kGroups = V::kTileRows / 64;
+  // The next queries take the place of those of this tile: its last output does not wait for them.
+  static constexpr bool kOneBuffer = V::kQueryStages == 1;
   static constexpr ScalarType kType = V::kCompute;
   using typename Pipeline::Operands;
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane;
   using Rows::o, Rows::weight, Rows::c, Rows::sum;
   using Rows::token, Rows::head;
-  using Pipeline::x, Pipeline::shared, Pipeline::q, Pipeline::v, Pipeline::number;
+  using Pipeline::x, Pipeline::shared, Pipeline::k, Pipeline::v, Pipeline::number;
   using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
   using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
 
@@ -35,16 +38,18 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     if constexpr (V::kTurns) named_barrier_sync(1 + warpgroup, 256);
   }
   __device__ __forceinline__ void end_turn() const {
-    if constexpr (V::kTurns) named_barrier_arrive(2 - warpgroup, 256);
+    if constexpr (V::kTurns) {
+      named_barrier_arrive(warpgroup + 1 == kGroups ? 1 : 2 + warpgroup, 256);
+    }
   }
   __device__ __forceinline__ void wait_values() const {
     mbarrier_wait(shared_address(&shared.rest().value_full[v.slot]), v.parity);
   }
   // After the last product with them; `slot` is handed on when the tile's results are there.
   __device__ __forceinline__ int next_queries() {
-    const int slot = q.slot;
+    const int slot = this->query_slot();
     if constexpr (!S::kStaged) release(shared.rest().query_empty[slot]);
-    q.next(), ++number;
+    ++number;
     return slot;
   }
   __device__ __forceinline__ void leave_queries(int slot) const {
@@ -104,15 +109,94 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     }
   }
 
-  // All key tiles but the first.
-  __device__ __forceinline__ int run_steps(const PrefillTile &t, bool wild) {
+  // One past the last key tile that a row of this warpgroup sees: those after it are passed over.
+  __device__ __forceinline__ int seen_end(const PrefillTile &t) const {
+    if (p.window_right < 0) return t.n_end;
+    const int last = t.token + ((warpgroup + 1) * Rows::kWarpgroupRows - 1 >> this->pack_shift);
+    const int keys = last + t.shift + p.window_right + 1;
+    return max(t.n_begin + 1, min(t.n_end, (keys + kKeys - 1) / kKeys));
+  }
+  __device__ __forceinline__ void pass_keys(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      wait_keys();
+      begin_turn();
+      end_turn();
+      release(shared.rest().key_empty[k.slot]);
+      k.next();
+    }
+  }
+  __device__ __forceinline__ void pass_values(int count) {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      wait_values();
+      release(shared.rest().value_empty[v.slot]);
+      v.next();
+    }
+  }
+
+  // The key tiles from n down.
+  __device__ __forceinline__ int run_steps(const PrefillTile &t, int n, bool wild) {
     const int begin = t.n_begin, mask_from = max(t.mask_from, begin);
     const int mask_below = wild ? t.n_end : max(t.mask_below, begin);
-    int n = t.n_end - 2, keep = 0;
+    int keep = 0;
     for (; n >= mask_from; --n, keep = 1) step<true>(t, n, keep);
     for (; n >= mask_below; --n, keep = 1) step<false>(t, n, keep);
     for (; n >= begin; --n, keep = 1) step<true>(t, n, keep);
     return keep;
+  }
+
+  // The first scores of a tile, by themselves.
+  __device__ __forceinline__ bool begin_tile(const PrefillTile &t) {
+    const int end = seen_end(t);
+    pass_keys(t.n_end - end);
+    const Operands from = operands();
+    wait_keys();
+    begin_turn();
+    wgmma_fence();
+    issue_scores(from);
+    end_turn();
+    wgmma_wait<0>();
+    have_scores();
+    const bool wild = this->fold_first(t, end - 1);
+    this->pack_weights();
+    pass_values(t.n_end - end);
+    return wild;
+  }
+
+  // The same with the last output of the tile before.
+  __device__ __forceinline__ bool join_tiles(const PrefillTile &next, int keep) {
+    const int end = seen_end(next);
+    pass_keys(next.n_end - end);
+    const Operands from = operands();
+    wait_keys();
+    begin_turn();
+    wgmma_fence();
+    issue_scores(from);
+    wait_values();
+    wgmma_fence();
+    issue_output(from, keep);
+    end_turn();
+    wgmma_wait<1>();
+    have_scores();
+    const bool wild = this->fold_first(next, end - 1);
+    wgmma_wait<0>();
+    have_output();
+    this->pack_weights();
+    pass_values(next.n_end - end);
+    return wild;
+  }
+
+  // The last output of a tile, by itself.
+  __device__ __forceinline__ void end_output(int keep) {
+    const Operands from = operands();
+    wait_values();
+    begin_turn();
+    wgmma_fence();
+    issue_output(from, keep);
+    end_turn();
+    wgmma_wait<0>();
+    have_output();
   }
 
   __device__ __forceinline__ void run() {
@@ -121,51 +205,30 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       release(shared.rest().drained);
       return;
     }
-    const Operands first = operands();
-    wait_keys();
-    begin_turn();
-    wgmma_fence();
-    issue_scores(first);
-    end_turn();
-    wgmma_wait<0>();
-    have_scores();
-    bool wild = this->fold_first(tile());
-    this->pack_weights();
+    bool wild = begin_tile(tile());
     while (true) {
       PrefillTile &t = tile();
-      const int keep = run_steps(t, wild);
+      const int keep = run_steps(t, seen_end(t) - 2, wild);
       const int slot = next_queries();
-      const PrefillTile &next = wait_tile();
-      const float last_c[2] = {c[0], c[1]}, last_sum[2] = {sum[0], sum[1]};
-      const bool more = next.item >= 0;
-      const Operands from = operands();
-      // Products stay in flight on one side of a branch only, or the compiler serialises them.
-      if (more) {
-        wait_keys();
-        begin_turn();
-        wgmma_fence();
-        issue_scores(from);
-        wait_values();
-        wgmma_fence();
-        issue_output(from, keep);
-        end_turn();
-        wgmma_wait<1>();
-        have_scores();
-        wild = this->fold_first(next);
-        wgmma_wait<0>();
-        have_output();
-        this->pack_weights();
+      if constexpr (kOneBuffer) {
+        end_output(keep);
+        finish_tile(t, slot, c, sum);
+        const PrefillTile &next = wait_tile();
+        if (next.item < 0) break;
+        wild = begin_tile(next);
       } else {
-        wait_values();
-        begin_turn();
-        wgmma_fence();
-        issue_output(from, keep);
-        end_turn();
-        wgmma_wait<0>();
-        have_output();
+        const PrefillTile &next = wait_tile();
+        const float last_c[2] = {c[0], c[1]}, last_sum[2] = {sum[0], sum[1]};
+        const bool more = next.item >= 0;
+        // Products stay in flight on one side of a branch only, or the compiler serialises them.
+        if (more) {
+          wild = join_tiles(next, keep);
+        } else {
+          end_output(keep);
+        }
+        finish_tile(t, slot, last_c, last_sum);
+        if (!more) break;
       }
-      finish_tile(t, slot, last_c, last_sum);
-      if (!more) break;
     }
     leave_queries(next_queries());
     release(shared.rest().drained);
@@ -217,7 +280,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     }
     if (S::kStaged && t.staged) {
       const u32 rows = shared.queries(slot) + (warpgroup * Rows::kWarpgroupRows + warp * 16) * 128;
-      test = stage_rows<kType, kDv>(rows, kTileRows * 128, lane, norm, o);
+      test = stage_rows<kType, kDv>(rows, S::kTileRows * 128, lane, norm, o);
       fence_async_proxy();
       return fmaf(part[0] + part[1], 0.f, test);
     }

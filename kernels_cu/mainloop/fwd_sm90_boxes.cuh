@@ -11,7 +11,6 @@
 // Instead of a tile: the block has no other, and after it those that run again; it is done.
 constexpr int kDrain = -1, kStop = -2;
 constexpr int kNoLink = -1;
-constexpr int kComputeWarps = 8;
 constexpr int kTilesKept = 4;  // a tile is read until the one after the next is begun
 
 struct PrefillMaps {
@@ -44,8 +43,10 @@ struct AlignedShared {
 };
 
 // kPanelSize: elements in the 128 bytes of a panel.
-template <int kKeys, int kPanelSize>
+template <class V, int kPanelSize>
 struct BoxLoader {
+  static constexpr int kKeys = V::kKeys;
+
   const AttentionParams &p;
   const PrefillParams &x;
   const PrefillMaps &maps;
@@ -108,7 +109,7 @@ struct BoxLoader {
   template <int kPanels>
   __device__ __forceinline__ void load_rows(int head, int token, u32 to, u32 barrier) const {
     if (lane < kPanels) {
-      tma_load3(to + lane * kTileRows * 128, maps.q, lane * kPanelSize, head, token, barrier);
+      tma_load3(to + lane * V::kTileRows * 128, maps.q, lane * kPanelSize, head, token, barrier);
     }
   }
 

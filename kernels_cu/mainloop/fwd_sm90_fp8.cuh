@@ -21,7 +21,7 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   using typename Pipeline::Operands;
   using W::kKeys, W::kSettled;
   using W::p, W::lane, W::weight, W::scale, W::c, W::sum;
-  using Pipeline::shared, Pipeline::q, Pipeline::v, Pipeline::number;
+  using Pipeline::shared, Pipeline::v, Pipeline::number;
   using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
   using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
   static constexpr int kDim = V::kHeadDim, kFlush = V::kFlush;
@@ -40,8 +40,8 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   }
   __device__ __forceinline__ void leave_queries() {
     __syncwarp();  // all lanes have read the tile before this one
-    release(shared.rest().query_empty[q.slot]);
-    q.next(), ++number;
+    release(shared.rest().query_empty[this->query_slot()]);
+    ++number;
   }
   // After the wait for the products that read them.
   __device__ __forceinline__ void have_output() {

@@ -23,6 +23,8 @@ struct Fp8Shared : AlignedShared {
   static constexpr int kPanels = (kDim + 127) / 128;
   static constexpr int kRowSteps = kDim / 32;  // of the product of queries and keys
   static constexpr int kPanelKeys = kKeys % 128 == 0 ? 128 : 64;
+  static constexpr int kTileRows = V::kTileRows, kComputeWarps = kTileRows / 16;
+  static constexpr int kThreads = 128 + 32 * kComputeWarps;
   static constexpr int kQueryBytes = kTileRows * kPanels * 128;
   static constexpr int kKeyBytes = kKeys * kPanels * 128;
   static constexpr int kTurnedBytes = kKeys * kDim;
@@ -93,8 +95,8 @@ struct Fp8Shared : AlignedShared {
 };
 
 template <class V>
-struct Fp8Loader : BoxLoader<V::kKeys, 128> {
-  using Boxes = BoxLoader<V::kKeys, 128>;
+struct Fp8Loader : BoxLoader<V, 128> {
+  using Boxes = BoxLoader<V, 128>;
   using S = Fp8Shared<V>;
   static constexpr int kKeys = V::kKeys, kPanels = S::kPanels;
 
@@ -178,7 +180,7 @@ struct Fp8Loader : BoxLoader<V::kKeys, 128> {
     const RequestOrder &order = shared.rest().order;
     if (!again) item = __shfl_sync(0xffffffffu, item, 0);
     while (again ? item != kNoLink : item < count_items(x, order)) {
-      if (locate_tile<kKeys>(p, x, order, item, tile(number))) return true;
+      if (locate_tile<V>(p, x, order, item, tile(number))) return true;
       item = __shfl_sync(0xffffffffu, claim(), 0);
     }
     return false;

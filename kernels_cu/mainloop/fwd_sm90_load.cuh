@@ -11,6 +11,8 @@ struct PrefillShared : AlignedShared {
   static constexpr int kKeyStages = kStages, kOperandStages = kStages;
   static constexpr int kRowSteps = V::kHeadDim / 16;  // of the product of queries and keys
   static constexpr int kPanels = (V::kHeadDim + 63) / 64, kPanelsV = (V::kHeadDimV + 63) / 64;
+  static constexpr int kTileRows = V::kTileRows, kComputeWarps = kTileRows / 16;
+  static constexpr int kThreads = 128 + 32 * kComputeWarps;
   static constexpr int kQueryBytes = kTileRows * kPanels * 128;
   static constexpr int kKeyBytes = kKeys * kPanels * 128;
   static constexpr int kValueBytes = kKeys * kPanelsV * 128;
@@ -77,8 +79,8 @@ struct PrefillShared : AlignedShared {
 };
 
 template <class V>
-struct PrefillLoader : BoxLoader<V::kKeys, 64> {
-  using Boxes = BoxLoader<V::kKeys, 64>;
+struct PrefillLoader : BoxLoader<V, 64> {
+  using Boxes = BoxLoader<V, 64>;
   using S = PrefillShared<V>;
   static constexpr int kKeys = V::kKeys;
 
@@ -97,39 +99,40 @@ struct PrefillLoader : BoxLoader<V::kKeys, 64> {
 
   // ---- tiles and queries
 
-  // Claims tiles, describes them for the other warps, and loads their queries.
+  // Claims tiles, describes them for the other warps, and loads their queries. Little is kept from
+  // a tile to the next, as the look-up takes the registers that there are: an item of the list of
+  // tiles that run again has kAgain added, which makes it negative.
   __device__ __forceinline__ void run_tiles() const {
     typename S::Rest &r = shared.rest();
-    Ring<S::kQueryStages> q;
-    const int items = count_items(x, r.order), dealt = count_dealt();
-    int item = dealt ? static_cast<int>(blockIdx.x) : __shfl_sync(0xffffffffu, claim(items), 0);
-    u32 claim_parity = 0;
-    bool again = false;  // going through the list of tiles that run again
+    int item = x.most_skipped ? next_item() : static_cast<int>(blockIdx.x);
 #pragma unroll 1
     for (int number = 0;; ++number) {
-      const bool found = seek(item, items, again, number);
+      const bool found = seek(item, number);
       const PrefillTile &t = tile(number);
       if (lane == 0) {
-        if (!found) tile(number).item = again ? kStop : kDrain;
+        if (!found) tile(number).item = item < 0 ? kStop : kDrain;
         mbarrier_arrive(shared_address(&r.tile_full[number % kTilesKept]));
+        // A phase of `claim` for each number; the warp that loads keys ends those of long tiles.
+        if (!found || is_short(t)) mbarrier_arrive(shared_address(&r.claim));
       }
       __syncwarp();
-      load_queries(t, found, q);
-      if (found) {
-        if (!is_short(t)) {
-          mbarrier_wait(shared_address(&r.claim), claim_parity);
-          claim_parity ^= 1;
-        }
-        item = again ? *reinterpret_cast<const volatile i32 *>(x.links + item)
-                     : dealt + __shfl_sync(0xffffffffu, claim(items), 0);
-      } else if (again) {
-        return;
-      } else {
+      load_queries(t, found, number);
+      mbarrier_wait(shared_address(&r.claim), number & 1);
+      if (!found) {
+        if (item < 0) return;
         mbarrier_wait(shared_address(&r.drained), 0);
-        again = true;
-        item = r.again;
+        item = listed(r.again);
+      } else if (item < 0) {
+        item = listed(*reinterpret_cast<const volatile i32 *>(x.links + (item - kAgain)));
+      } else {
+        item = next_item();
       }
     }
+  }
+
+  static constexpr int kAgain = -0x7fffffff - 1;
+  __device__ __forceinline__ static int listed(int item) {
+    return item == kNoLink ? kNoLink : item + kAgain;
   }
 
   // The next tile is claimed late, for the sake of the order of the tiles, but early enough that
@@ -140,25 +143,32 @@ struct PrefillLoader : BoxLoader<V::kKeys, 64> {
   }
 
   // Describes `item`, or the first one after it that is anything. False: there is none.
-  __device__ __forceinline__ bool seek(int &item, int items, bool again, int number) const {
-    while (again ? item != kNoLink : item < items) {
-      if (locate_tile<kKeys>(p, x, shared.rest().order, item, tile(number))) return true;
-      item = count_dealt() + __shfl_sync(0xffffffffu, claim(items), 0);
+  __device__ __forceinline__ bool seek(int &item, int number) const {
+    const RequestOrder &order = shared.rest().order;
+    while (item < 0 ? item != kNoLink : item < count_items(x, order)) {
+      const int plain = item < 0 ? item - kAgain : item;
+      if (locate_tile<V>(p, x, order, plain, tile(number))) return true;
+      item = next_item();
     }
     return false;
   }
 
+  __device__ __forceinline__ int next_item() const {
+    const int claimed = claim(count_items(x, shared.rest().order));
+    return count_dealt() + __shfl_sync(0xffffffffu, claimed, 0);
+  }
+
   // A message comes without queries.
-  __device__ __forceinline__ void load_queries(const PrefillTile &t, bool found,
-                                               Ring<S::kQueryStages> &q) const {
+  __device__ __forceinline__ void load_queries(const PrefillTile &t, bool found, int number) const {
     typename S::Rest &r = shared.rest();
+    const int slot = number % S::kQueryStages, round = number / S::kQueryStages;
     const int head = t.head_group << x.pack_shift, token = t.q_begin + t.token;
     // One buffer is free late: what takes its place is in the L2 by then.
     if (S::kQueryStages == 1 && found && lane < S::kPanels) {
       tma_prefetch3(maps.q, lane * 64, head, token);
     }
-    mbarrier_wait(shared_address(&r.query_empty[q.slot]), q.parity ^ 1);
-    const u32 full = shared_address(&r.query_full[q.slot]);
+    mbarrier_wait(shared_address(&r.query_empty[slot]), ~round & 1);
+    const u32 full = shared_address(&r.query_full[slot]);
     if (lane == 0) {
       if (found) {
         mbarrier_arrive_expect(full, S::kQueryBytes);
@@ -167,8 +177,7 @@ struct PrefillLoader : BoxLoader<V::kKeys, 64> {
       }
     }
     __syncwarp();
-    if (found) this->template load_rows<S::kPanels>(head, token, shared.queries(q.slot), full);
-    q.next();
+    if (found) this->template load_rows<S::kPanels>(head, token, shared.queries(slot), full);
   }
 
   // By the warps that load keys, load values and store: the next tile or message.
@@ -271,7 +280,7 @@ struct PrefillLoader : BoxLoader<V::kKeys, 64> {
         tma_wait_stored();  // those that run again write the same memory
         if (lane == 0) mbarrier_arrive(shared_address(&r.drained));
       } else if (t.staged && lane < S::kPanelsV) {
-        tma_store3(maps.out, shared.queries(q.slot) + lane * kTileRows * 128, lane * 64,
+        tma_store3(maps.out, shared.queries(q.slot) + lane * S::kTileRows * 128, lane * 64,
                    t.head_group << x.pack_shift, t.q_begin + t.token);
         tma_wait_read();
       }

@@ -14,7 +14,6 @@ struct PrefillPipeline : Rows {
 
   const PrefillParams &x;
   const S &shared;
-  Ring<S::kQueryStages> q;
   Ring<S::kKeyStages> k;
   Ring<S::kOperandStages> v;
   int number = 0;  // of the tile
@@ -31,8 +30,10 @@ struct PrefillPipeline : Rows {
   __device__ __forceinline__ void wait_keys() const {
     mbarrier_wait(shared_address(&shared.rest().key_full[k.slot]), k.parity);
   }
+  __device__ __forceinline__ int query_slot() const { return number % S::kQueryStages; }
   __device__ __forceinline__ const PrefillTile &wait_tile() const {
-    mbarrier_wait(shared_address(&shared.rest().query_full[q.slot]), q.parity);
+    mbarrier_wait(shared_address(&shared.rest().query_full[query_slot()]),
+                  number / S::kQueryStages & 1);
     return tile();
   }
   __device__ __forceinline__ PrefillTile &tile() const {
@@ -57,7 +58,7 @@ struct PrefillPipeline : Rows {
     u32 queries, keys, values;
   };
   __device__ __forceinline__ Operands operands() const {
-    return {uniform(shared.queries(q.slot) + warpgroup * Rows::kWarpgroupRows * 128),
+    return {uniform(shared.queries(query_slot()) + warpgroup * Rows::kWarpgroupRows * 128),
             uniform(shared.keys(k.slot)), uniform(shared.operand(v.slot))};
   }
 
@@ -67,7 +68,7 @@ struct PrefillPipeline : Rows {
     const u64 rows = matrix_descriptor(from.queries, 16, 1024);
 #pragma unroll
     for (int i = 0; i < S::kRowSteps; ++i) {
-      const u64 left = rows + (i / 4 * kTileRows * 128 + i % 4 * 32) / 16;
+      const u64 left = rows + (i / 4 * S::kTileRows * 128 + i % 4 * 32) / 16;
       const u64 right = keys + (i / 4 * kKeys * 128 + i % 4 * 32) / 16;
       if constexpr (S::kType == kE4m3) {
         WgmmaFp8<kKeys>::shared(s, left, right, i > 0);

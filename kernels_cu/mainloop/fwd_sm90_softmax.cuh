@@ -119,14 +119,24 @@ struct PrefillRows : TileRows<V::kKeys> {
   // Cap, shift and scale in one multiply-add, where scores are small enough.
   __device__ __forceinline__ bool fold_capped() {
     const SoftCap soft = soft_cap();
-    if (!soft.is_small(s)) return false;
+    const float reach = soft.reach(s);
+    if (SoftCap::holds(reach, SoftCap::kNear)) {
+      fold_polynomial([&](float square) { return soft.of_near(square); });
+      return true;
+    }
+    if (!SoftCap::holds(reach, SoftCap::kFar)) return false;
+    fold_polynomial([&](float square) { return soft.of_far(square); });
+    return true;
+  }
+
+  template <class Factor>
+  __device__ __forceinline__ void fold_polynomial(Factor factor) {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       const int h = i / 2 % 2;
-      s[i] = exp2_approx(fmaf(s[i], soft.small(s[i] * s[i]), -c[h]));
+      s[i] = exp2_approx(fmaf(s[i], factor(s[i] * s[i]), -c[h]));
       sum[h] += s[i];
     }
-    return true;
   }
 
   __device__ __forceinline__ float exponentiate(int h, float shift) {
@@ -196,8 +206,7 @@ struct PrefillRows : TileRows<V::kKeys> {
 
   // The first key tile of a tile, whose scores are there. Returns whether they are so far apart
   // that the shift follows the maximum throughout.
-  __device__ __forceinline__ bool fold_first(const PrefillTile &t) {
-    const int n = t.n_end - 1;
+  __device__ __forceinline__ bool fold_first(const PrefillTile &t, int n) {
     load_slopes(t);
     modify(t, n);
     const bool masked = n >= t.mask_from || n < t.mask_below;
@@ -211,6 +220,6 @@ struct PrefillRows : TileRows<V::kKeys> {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) least = fminf(least, s[i]);
     const float spread = __uint_as_float(static_cast<u32>(127 - kWildSpread) << 23);
-    return named_barrier_any(3 + warpgroup, 128, least < spread);
+    return named_barrier_any(1 + V::kTileRows / 64 + warpgroup, 128, least < spread);
   }
 };

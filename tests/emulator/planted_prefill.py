@@ -11,6 +11,7 @@ __all__ = ["PLANTED_PREFILL"]
 _TILES = Case(lengths=((300, 200),), num_heads_kv=2, group_size=2, head_dim=64, causal=True,
               q_type="bf16", kv_type="bf16")  # fmt: skip
 _TAIL = _TILES.replace(lengths=((140, 60), (40, 0), (70, 3)))  # tiles with rows of others
+_ONE_BUFFER = _TILES.replace(head_dim=256)
 _WINDOW = _TILES.replace(window_size=(90, 0), causal=False)
 
 PLANTED_PREFILL = [
@@ -54,9 +55,38 @@ PLANTED_PREFILL = [
     Planted(
         "handed over: queries over results",
         PREFILL,
-        r"mbarrier_wait\(shared_address\(&r\.query_empty\[q\.slot\]\), q\.parity \^ 1\);",
+        r"mbarrier_wait\(shared_address\(&r\.query_empty\[slot\]\), ~round & 1\);",
         ";",
         _TILES,
+    ),
+    Planted(
+        "passed over: keys that are never given back",
+        PREFILL,
+        r"(end_turn\(\);\s+)release\(shared\.rest\(\)\.key_empty\[k\.slot\]\);",
+        r"\1",
+        _ONE_BUFFER,
+    ),
+    Planted(
+        "passed over: values of a key tile too few",
+        PREFILL,
+        r"(void pass_values\(int count\) \{\s+#pragma unroll 1\s+for \(; count >) 0",
+        r"\1 1",
+        _ONE_BUFFER,
+    ),
+    Planted(
+        "passed over: a key tile too many",
+        PREFILL,
+        r"\(keys \+ kKeys - 1\) / kKeys\)\)",
+        "keys / kKeys))",
+        _ONE_BUFFER,
+    ),
+    Planted(
+        "passed over: no turn is taken for it",
+        PREFILL,
+        r"begin_turn\(\);\s+end_turn\(\);(\s+release)",
+        r"\1",
+        _ONE_BUFFER,
+        always=False,
     ),
     Planted(
         "staged: results without the swizzle",
