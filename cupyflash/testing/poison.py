@@ -59,9 +59,8 @@ class Placed:
 
     def assert_padding_intact(self, name: str = "array") -> None:
         """Assert that nothing outside of the view was written."""
-        after = to_numpy(self.buffer).view(np.uint8).reshape(len(self.inside), -1)
-        before = self.before.reshape(after.shape)
-        changed = (after != before).any(axis=1) & ~self.inside
+        bits = np.dtype(f"u{self.buffer.dtype.itemsize}")
+        changed = (to_numpy(self.buffer).view(bits) != self.before.view(bits)) & ~self.inside
         if changed.any():
             raise AssertionError(
                 f"{name}: {int(changed.sum())} elements outside of the array were written, the "

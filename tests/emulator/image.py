@@ -86,8 +86,10 @@ def lower(module: Module, symbol: str, addresses: dict[str, int]) -> Image:
 def _front_end() -> bytes:
     """The lowering and the opcode numbers that an image depends on."""
     digest = hashlib.sha256(repr(opcodes()).encode())
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
+    folder = Path(__file__).parent
+    for name in ("image", "lower*", "names", "program", "ptx", "registers"):
+        for path in sorted(folder.glob(f"{name}.py")):
+            digest.update(path.read_bytes())
     return digest.digest()
 
 

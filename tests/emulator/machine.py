@@ -107,13 +107,13 @@ def launch(
             totals[1][i] += int(w)
     return Report(
         symbol=program.symbol,
-        instructions=program.by_mnemonic(hits),
-        conflicts={program.where(i): int(n) for i, n in enumerate(conflicts) if n},
         bytes_read=totals[0].tolist(),
         bytes_written=totals[1].tolist(),
         stats=dict(zip(STATS, map(int, stats), strict=False)),
         seconds=seconds,
+        program=program,
         hits=hits,
+        conflict_hits=conflicts,
     )
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from .loader import Program
 
 __all__ = ["EmulatorError", "Report"]
 
@@ -21,10 +25,6 @@ class Report:
 
     Attributes
     ----------
-    instructions : dict
-        Warp instructions executed, by PTX mnemonic.
-    conflicts : dict
-        Shared-memory wavefronts beyond the least possible, by ``file:line (ptx)``; only those > 0.
     bytes_read, bytes_written : list of int
         Per registered array, in the order given (copies into shared memory count as reads).
     stats : dict
@@ -32,14 +32,25 @@ class Report:
     """
 
     symbol: str
-    instructions: dict[str, int]
-    conflicts: dict[str, int]
     bytes_read: list[int]
     bytes_written: list[int]
     stats: dict[str, int]
     seconds: float
+    program: Program = field(repr=False)
     hits: np.ndarray = field(repr=False)
+    conflict_hits: np.ndarray = field(repr=False)
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def instructions(self) -> dict[str, int]:
+        """Warp instructions executed, by PTX mnemonic."""
+        return self.program.by_mnemonic(self.hits)
+
+    @cached_property
+    def conflicts(self) -> dict[str, int]:
+        """Shared-memory wavefronts beyond the least possible, by ``file:line (ptx)``."""
+        at = np.flatnonzero(self.conflict_hits).tolist()
+        return {self.program.where(i): int(self.conflict_hits[i]) for i in at}
 
     @property
     def steps(self) -> int:
@@ -53,7 +64,7 @@ class Report:
 
     @property
     def bank_conflicts(self) -> int:
-        return sum(self.conflicts.values())
+        return int(self.conflict_hits.sum())
 
     def count(self, prefix: str) -> int:
         """Instructions whose mnemonic starts with ``prefix``."""
