@@ -34,6 +34,11 @@ sanitize: $(VENV)/.test
 	PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/sanitized.py
 	PYTHONPATH=. compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) tests/sanitized.py
 
+# The same of the Hopper prefill; it takes a GPU of compute capability 9.0.
+sanitize-hopper: $(VENV)/.test
+	PYTHONPATH=.:tests compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/sanitized_prefill.py
+	PYTHONPATH=.:tests compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) tests/sanitized_prefill.py
+
 lint: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

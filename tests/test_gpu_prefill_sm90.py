@@ -18,13 +18,17 @@ EXAMPLES = int(os.environ.get("CUPYFLASH_GPU_EXAMPLES", "200"))
 
 
 @settings(max_examples=EXAMPLES)
-@given(case=prefill_cases(most_requests=6), num_splits=st.sampled_from([0, 0, 1, 3, 7]))
+@given(
+    case=prefill_cases(most_requests=6),
+    num_splits=st.sampled_from([0, 0, 1, 3, 7]),
+    invariant=st.booleans(),  # those have tiles of 192 rows at head size 64, whatever the lengths
+)
 @pytest.mark.parametrize("share", range(12))
-def test_any_case(case, num_splits, share):
+def test_any_case(case, num_splits, invariant, share):
     import cupy
 
     inputs = case.make(cupy)
-    options = {"num_splits": num_splits, "fa_version": 3}
+    options = {"num_splits": num_splits, "fa_version": 3, "batch_invariant": invariant}
     first = inputs.call(flash_attn_varlen_func, **options)
     inputs.expected().check(*first)
     assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
