@@ -83,8 +83,9 @@ class Times:
         return self.read + self.kernel + self.links + self.latency + self.launches
 
 
-# Of a captured step besides the pass over the context; what runs beside a collective left out.
-_SMALL_KERNELS = {"a2a": 5, "ag": 3, "ag_rs": 20}
+# Of a captured step besides the pass over the context and the collectives, what runs beside those
+# left out: kernels, and branches of the graph that wait for each other. From steps on two GPUs.
+_SMALL_KERNELS = {"a2a": 12, "ag": 7, "ag_rs": 22}
 
 
 def _merges(size: int, combine: str) -> int:
