@@ -18,7 +18,7 @@ __all__ = ["JOBS", "compile_ahead", "each_variant"]
 
 T = TypeVar("T")
 
-JOBS = len(os.sched_getaffinity(0))
+JOBS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def each_variant(
