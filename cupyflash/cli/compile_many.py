@@ -21,16 +21,21 @@ T = TypeVar("T")
 JOBS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+_FEW = 3  # fewer are compiled before another process has loaded the compiler
+
+
 def each_variant(
     work: Callable[[Variant], T], variants: Sequence[Variant], jobs: int = JOBS
 ) -> list[T]:
     """What ``work`` returns for each variant; it must pickle where there are several ``jobs``."""
-    jobs = min(jobs, len(variants))
-    if jobs < 2:
+    if jobs < 2 or len(variants) < _FEW:
         return list(progress(map(work, variants), len(variants), "compile"))
     context = multiprocessing.get_context("spawn")  # a fork would take CUDA's state along
-    with ProcessPoolExecutor(jobs, context) as pool:
+    pool = ProcessPoolExecutor(min(jobs, len(variants)), context)
+    try:
         return list(progress(pool.map(work, variants), len(variants), "compile"))
+    finally:  # an interrupt does not wait for what is being compiled
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def compile_ahead(variants: Sequence[Variant], jobs: int = JOBS) -> int:
