@@ -269,6 +269,7 @@ def main() -> None:
 
         local = MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
         cupy.cuda.Device(local).use()
+        os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")  # one replay at a time
         run(NcclCommunicator.from_mpi(timeout=30.0), options.bench, options.only)
     elif under_mpi:
         run(MpiCommunicator(), options.bench, options.only)
