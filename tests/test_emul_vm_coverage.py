@@ -83,6 +83,7 @@ def quantize() -> None:
 RUNS: list[tuple[str, Callable[[], None]]] = [
     ("sm_80", lambda: attend(PAGED, num_splits=2)),
     ("sm_80", lambda: attend(PACKED)),
+    ("sm_80", lambda: attend(PACKED.replace(lengths=((20, 300),)), num_splits=2)),
     ("sm_80", lambda: attend(PAGED.replace(lengths=((1, 120), (70, 0), (20, 40))))),
     ("sm_90", lambda: attend(PAGED, fa_version=3)),
     ("sm_90", lambda: attend(PACKED, fa_version=3)),
