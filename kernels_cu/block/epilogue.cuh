@@ -57,7 +57,7 @@ __device__ __forceinline__ i64 partial_row(const AttentionParams &p, const Reque
 __device__ __forceinline__ RowResult conclude(float shift, float sum, float v_scale,
                                               bool with_lse) {
   if (sum == 0.f) return {-infinity(), 0.f};
-  return {with_lse ? shift * kLn2 + logf(sum) : 0.f, v_scale / sum};
+  return {with_lse ? fmaf(shift, kLn2, logf(sum)) : 0.f, v_scale / sum};
 }
 
 // The same where a sink counts as a key without a value; what is larger is the one that is not

@@ -86,7 +86,7 @@ __device__ __forceinline__ float tanh_fast(float x) {
 
 template <bool kNarrow, int kRowTiles, int kTiles>
 __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows<kNarrow> &rows,
-                                            int kv_end, int first_column,
+                                            int kv_end, int first_column, float masked,
                                             float (&score)[kRowTiles][kTiles][4]) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ void mask_scores(const AttentionParams &p, const Rows
       for (int n = 0; n < kTiles; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (n * 8 + e < low || n * 8 + e >= high) score[i][n][2 * h + e] = -infinity();
+          if (n * 8 + e < low || n * 8 + e >= high) score[i][n][2 * h + e] = masked;
         }
       }
     }
@@ -136,7 +136,7 @@ __device__ __forceinline__ void shift_rows(const Rows<kNarrow> &rows,
         const float after = fresh ? top : fmaxf(state.shift[i][h], top);
         if (!fresh) rescale[i][h] = exp2(state.shift[i][h] - after);
         state.shift[i][h] = after;
-        state.sum[i][h] *= rescale[i][h];
+        state.sum[i][h] = __fmul_rn(state.sum[i][h], rescale[i][h]);  // see fold_scores
         state.fresh &= ~(1u << (2 * i + h));
       }
     }
@@ -152,6 +152,7 @@ constexpr float kLargestWeight = kCompute == kFp16 ? 0x1p15f : 0x1p60f;
 
 // Scores become weights, and count. Returns false, and counts nothing, if some row needs a new
 // shift first; unless `shifted`, when they had it. `outgrown` says which, by this lane's columns.
+// Rescaling and adding are never fused: a row has the same bits in every tile.
 template <ScalarType kCompute, bool kScaled, bool kNarrow, int kRowTiles, int kTiles, class Exp2>
 __device__ __forceinline__ bool fold_scores(const Rows<kNarrow> &rows,
                                             float (&score)[kRowTiles][kTiles][4],
@@ -191,7 +192,7 @@ __device__ __forceinline__ bool fold_scores(const Rows<kNarrow> &rows,
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) state.sum[i][h] += sum[i][h];
+    for (int h = 0; h < 2; ++h) state.sum[i][h] = __fadd_rn(state.sum[i][h], sum[i][h]);
   }
   return true;
 }

@@ -219,8 +219,13 @@ struct Forward {
       const u32 lane = new_lane();
       const Rows<V::kWiden> rows = {row_info() + first_row + lane / 4, s.scale};
       const int column = first + lane % 4 * 2;
-      if constexpr (V::kScoreMod) modify_scores(p, rows, column, scores);
-      if (edge) mask_scores(p, rows, s.kv_end, column, scores);
+      if constexpr (V::kScoreMod) {
+        // What a row does not see must not decide how its soft cap is computed: another block of
+        // the same row may not have it.
+        if (edge) mask_scores(p, rows, s.kv_end, column, 0.f, scores);
+        modify_scores(p, rows, column, scores);
+      }
+      if (edge) mask_scores(p, rows, s.kv_end, column, -infinity(), scores);
       if (shifts) {
         float rescale[kRowTiles][2];
         shift_rows<V::kScoreMod>(rows, scores, state.softmax, outgrown, rescale, exp2);
