@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
 
+from .library import opcodes
 from .lower_memory import pieces
 from .names import DEF, Reg, Scope
 from .program import MODIFIERS, Lowering
@@ -60,18 +62,10 @@ def lower_statement(low: Lowering, text: str, scope: Scope) -> None:
 
 def plain(low: Lowering, mnemonic: str, parts: list[str], args: list[str], scope: Scope) -> bool:
     """An opcode of the table, after its modifiers are taken out."""
-    flags = 0
-    found = low.table.get(mnemonic)
+    name, flags = without_modifiers(mnemonic)
+    found = low.table.get(name)
     if found is None:
-        kept = [parts[0]]
-        for part in parts[1:]:
-            if part in MODIFIERS and not (part == "abs" and "xorsign" not in parts):
-                flags |= MODIFIERS[part]
-            else:
-                kept.append(part)
-        found = low.table.get(".".join(kept))
-        if found is None:
-            return False
+        return False
     flat = [x for a in args for x in pieces(a)]
     if parts[0] == "mov" and (any(a[0] == "{" for a in args) or args[1].startswith(CLOCKS)):
         return False
@@ -81,10 +75,24 @@ def plain(low: Lowering, mnemonic: str, parts: list[str], args: list[str], scope
             continue
         if parts[0] == "cvt" and wider(letters, flat, scope):
             continue
-        name = mnemonic if mnemonic in low.table else ".".join(kept)
         low.emit(name, signature(low, letters, flat, scope), flags, found.index(op))
         return True
     return False
+
+
+@functools.cache
+def without_modifiers(mnemonic: str) -> tuple[str, int]:
+    """The name in the table, and the flags that stand for the rest of a mnemonic."""
+    if mnemonic in opcodes():
+        return mnemonic, 0
+    parts, flags = mnemonic.split("."), 0
+    kept = parts[:1]
+    for part in parts[1:]:
+        if part in MODIFIERS and not (part == "abs" and "xorsign" not in parts):
+            flags |= MODIFIERS[part]
+        else:
+            kept.append(part)
+    return ".".join(kept), flags
 
 
 def wider(letters: str, args: list[str], scope: Scope) -> bool:

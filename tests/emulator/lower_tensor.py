@@ -140,13 +140,13 @@ def wgmma(low: Lowering, parts: list[str], args: list[str], scope: Scope) -> Non
         if len(sources) != 4:
             raise unknown(low)
         out += sources
-        low.wgmma_regs.update(reg for reg, _ in sources)
+        low.wgmma_regs.update((reg, None) for reg, _ in sources)
     else:
         out.append(low.use(args[1], 2, scope))
     accumulators = [low.define(x, 1, scope)[0] for x in pieces(args[0])]
     if len(accumulators) != n // (4 if half else 2):
         raise unknown(low)
-    low.wgmma_regs.update(accumulators)
+    low.wgmma_regs.update(dict.fromkeys(accumulators))
     out += [(reg, 3) for reg in accumulators]
     insn = low.emit("wgmma.mma_async", out)
     insn.is_wgmma = True

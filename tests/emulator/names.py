@@ -71,12 +71,17 @@ class Scope:
         return None
 
     def register(self, name: str) -> Reg | None:
-        m = re.match(r"(.*?)(\d+)$", name)
-        for scope in self.chain():
-            if name in scope.regs:
-                return scope.regs[name]
-            if m and m[1] in scope.ranges and int(m[2]) < scope.ranges[m[1]][1]:
-                return scope.regs.setdefault(name, Reg(scope.ranges[m[1]][0], name))
+        scope: Scope | None = self
+        while scope:
+            found = scope.regs.get(name)
+            if found is not None:
+                return found
+            if scope.ranges:
+                stem = name.rstrip("0123456789")
+                width, count = scope.ranges.get(stem, (0, 0))
+                if count and stem != name and int(name[len(stem) :]) < count:
+                    return scope.regs.setdefault(name, Reg(width, name))
+            scope = scope.parent
         return None
 
 

@@ -69,7 +69,7 @@ class Lowering(Names):
         self.calls: list[str] = []
         self.returns: list[Scope] = []
         self.last_label = ""
-        self.wgmma_regs: set[Reg] = set()
+        self.wgmma_regs: dict[Reg, None] = {}  # in their order
         if entry not in module.functions:
             raise PtxError(f"no kernel {entry}; the module has {', '.join(module.functions)}")
         function = module.functions[entry]
@@ -105,7 +105,7 @@ class Lowering(Names):
         self._walk(function, Scope(root))
         self.emit("ret", [])
         self._resolve_labels()
-        for insn in self.code:
+        for insn in self.code if self.wgmma_regs else ():
             if not insn.is_wgmma and any(
                 isinstance(a, tuple) and a[0] in self.wgmma_regs for a in insn.args
             ):

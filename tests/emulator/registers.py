@@ -60,7 +60,7 @@ def assign_slots(low: Lowering) -> int:
     """Gives every register a place; returns the words of a warp's file."""
     table = low.table
     waits = {table["wgmma.wait_group.sync.aligned"][0][0]}
-    at_wait = sorted(low.wgmma_regs, key=id)
+    at_wait = list(low.wgmma_regs)
     number: dict[int, int] = {}
     regs: list[Reg] = []
     accesses = []
@@ -90,19 +90,17 @@ def _intervals(flow: _Flow, accesses: list[Any], count: int) -> tuple[list[int],
     gen, kill = [0] * len(blocks), [0] * len(blocks)
     first, last = [1 << 60] * count, [-1] * count
     for b in blocks:
-        g = k = 0
+        used: set[int] = set()
+        written: set[int] = set()
         for i in range(flow.starts[b], flow.ends[b]):
             reads, writes = accesses[i]
-            for r in reads:
-                if not k >> r & 1:
-                    g |= 1 << r
-            for r in writes:
-                k |= 1 << r
+            used.update(r for r in reads if r not in written)
+            written.update(writes)
             for r in (*reads, *writes):  # i only grows
                 if last[r] < 0:
                     first[r] = i
                 last[r] = i
-        gen[b], kill[b] = g, k
+        gen[b], kill[b] = sum(1 << r for r in used), sum(1 << r for r in written)
     live_in = list(gen)
     live_out = [0] * len(blocks)
     changed = True
