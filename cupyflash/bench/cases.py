@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = ["BenchCase", "bench_cases"]
@@ -31,6 +31,8 @@ class BenchCase:
         ``bf16`` or ``e4m3``.
     prefix_levels : tuple of (int, int)
         Shared prefixes, outermost first: (tokens of the level, requests that share it).
+    scheduled : bool
+        Whether their schedule is made ahead; else every call makes it.
     """
 
     name: str
@@ -48,6 +50,7 @@ class BenchCase:
     q_type: str = "bf16"
     kv_type: str = "bf16"
     prefix_levels: tuple[tuple[int, int], ...] = ()
+    scheduled: bool = True
 
     @property
     def total_q(self) -> int:
@@ -253,6 +256,7 @@ def _shared() -> list[BenchCase]:
             prefix_levels=tree,
         )
     )
+    found += [replace(case, name=f"{case.name}/inside", scheduled=False) for case in found]
     found.append(BenchCase("shared-prefix/b64/p0+s256", q_lens=(1,) * 64, k_lens=(256,) * 64))
     return found
 

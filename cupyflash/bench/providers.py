@@ -52,11 +52,11 @@ def _latent(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
 
 
 def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
-    """Every shared key read once, by a schedule made ahead, as those of the other cases are."""
+    """Every shared key read once, by a schedule made ahead or in the call."""
     case = inputs.case
     host = cf.prefix_tree(case.prefix_groups, inputs.batch)
     tree = cf.PrefixTree(host.batch, host.levels, inputs.xp.asarray(host.buffer))
-    schedule = cf.get_prefix_schedule(
+    schedule = case.scheduled and cf.get_prefix_schedule(
         inputs.batch, case.total_q, inputs.max_seqlen_q, inputs.max_seqlen_k, case.num_heads_q,
         case.num_heads_kv, case.head_dim, inputs.seqused_k, "bfloat16", inputs.cu_seqlens_q,
         case.page_size, prefix_tree=tree,
@@ -64,7 +64,7 @@ def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
     return lambda: cf.cascade_attention(
         inputs.out, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q, None,
         None, inputs.seqused_k, inputs.max_seqlen_k, inputs.softmax_scale, None, case.window,
-        case.softcap, inputs.block_table, 0, 0, None, schedule, prefix_tree=tree,
+        case.softcap, inputs.block_table, 0, 0, None, schedule or None, prefix_tree=tree,
     )  # fmt: skip
 
 
