@@ -251,7 +251,7 @@ def write_schedule(bounds: Any, seqused_k: Any, cu_seqlens_q: Any, out: Any, str
     table = device.pointer(out) + HEADER_BYTES
     packed = (
         ATTENTION_PARAMS.pack(*values.values()),
-        DECODE_PARAMS.pack(0, 0, 0, table, *plan.numbers, 0, 0, *plan.times),
+        DECODE_PARAMS.pack(0, 0, 0, table, 0, *plan.numbers, 0, 0, *plan.times),
     )
     args = KernelArgs(packed, (seqused_k, cu_seqlens_q, out))
     launch(device, plan.schedule, args, stream_handle(stream))

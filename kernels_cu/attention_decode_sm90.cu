@@ -4,6 +4,7 @@
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
 #include "core/decode_params.cuh"
+#include "block/decode_plain.cuh"
 #include "block/spans.cuh"
 #include "mainloop/decode_sm90.cuh"
 #include "mainloop/decode_merge_sm90.cuh"
@@ -12,11 +13,33 @@ static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the
 static_assert(DecodeVariant::kParamsBytes == sizeof(DecodeParams),
               "DecodeParams differs from the host's layout");
 
+constexpr int kNearTable = 8 << 10;  // bytes
+constexpr i32 kNoBlock = -0x7fffffff;
+
+// Brings a small block table into L1 while the lengths are on their way: a word of each line.
+__device__ __forceinline__ i32 near_line(const AttentionParams &p, const DecodeParams &d) {
+  const int at = threadIdx.x * 128;
+  if (at >= d.table_bytes || d.table_bytes > kNearTable) return 0;
+  return *reinterpret_cast<const i32 *>(p.block_table + at);
+}
+
+// Reads a word of every line of a kernel's parameters, so that each is near when it is needed.
+template <class T>
+__device__ __forceinline__ u32 touch(const T &params) {
+  u32 seen = 0;
+#pragma unroll
+  for (int i = 0; i < sizeof(T) / 4; i += 16) seen ^= reinterpret_cast<const u32 *>(&params)[i];
+  return seen;
+}
+
 extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / DecodeVariant::kWarps)
     KERNEL_NAME(
-        const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
+        const __grid_constant__ AttentionParams attention,
+        const __grid_constant__ DecodeParams decode,
         const __grid_constant__ TensorMap k_map, const __grid_constant__ TensorMap v_map) {
   extern __shared__ __align__(1024) char smem[];
+  auto &&p = known<DecodeVariant>(attention);
+  auto &&d = known<DecodeVariant>(decode);
   using Loop = DecodeLoop<DecodeVariant>;
   using Merge = DecodeMerge<DecodeVariant>;
   constexpr int kWarps = DecodeVariant::kWarps, kThreads = DecodeVariant::kThreads;
@@ -31,8 +54,10 @@ extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / Decode
   // The table is read after the lengths, and should be near by then.
   const int line = (cta * kThreads + threadIdx.x) * 128;
   if (line < d.table_bytes) prefetch_l2(p.block_table + line);
+  if (threadIdx.x == 0) merge.keep(touch(attention) ^ touch(decode));
   wait_for_earlier_launches();
   let_later_launches_start();
+  const i32 near = near_line(p, d);
 
   BatchTotals totals = {};
   const i32 *prefix = d.prefix;
@@ -50,6 +75,7 @@ extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / Decode
   const int end = tiles.end;
   Loop loop(p, d, spans, &k_map, &v_map, shared_address(smem), barriers, at, end);
   loop.start();
+  if (near == kNoBlock) merge.keep(near);
   if (!totals.alike || !totals.first_tiles) merge.write_empty(prefix, cta);
   if (at >= end) return;
 

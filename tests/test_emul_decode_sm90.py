@@ -56,7 +56,7 @@ def names():
 
 
 def runs_decode():
-    return any("attention_decode" in name for name in names())
+    return any("attention_decode_sm90" in name for name in names())
 
 
 def check(case, **options):

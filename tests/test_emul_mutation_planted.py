@@ -26,6 +26,7 @@ def test_emul_catches_what_is_planted(bug, seeds):
     device = bug.device()
     caught = [bug.caught(device, seed) for seed in range(seeds)]
     if bug.pattern:
-        assert sum(found is not None for found in caught) == seeds
+        found = sum(what is not None for what in caught)
+        assert found == seeds if bug.always else found > seeds // 2
     else:
         assert caught == [None] * seeds

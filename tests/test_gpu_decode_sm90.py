@@ -68,6 +68,39 @@ def test_ten_thousand_repeats():
     assert bool((rows == rows[:1]).all())
 
 
+_ALIKE = Case(lengths=((1, 8000),), num_heads_kv=8, group_size=4, head_dim=128, page_size=16,
+              q_type="bf16", kv_type="bf16")  # fmt: skip
+ALIKE = {
+    "one": _ALIKE,
+    "one head": _ALIKE.replace(lengths=((1, 20_000),), num_heads_kv=1, group_size=8),
+    "eight": _ALIKE.replace(lengths=((1, 2000),) * 8),
+    "many rows": _ALIKE.replace(lengths=((4, 3000),) * 2, num_heads_kv=4, causal=True),
+    "wide": _ALIKE.replace(lengths=((1, 3000),) * 3, num_heads_kv=4, group_size=2, head_dim=256),
+    "8 bits": _ALIKE.replace(kv_type="e4m3"),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_equal_segments_on_several_streams_at_once(name):
+    import cupy
+
+    case = ALIKE[name].replace(page_size=16, q_type="bf16")
+    inputs = case.make(cupy)
+    first = inputs.call(flash_attn_varlen_func, fa_version=3)
+    inputs.expected().check(*first)
+    streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(6)]
+    outs = cupy.empty((6, 50, *inputs.placed["out"].view.shape), inputs.args["q"].dtype)
+    cupy.cuda.get_current_stream().synchronize()
+    for turn in range(50):
+        for stream, out in zip(streams, outs, strict=True):
+            with stream:
+                flash_attn_varlen_func(**inputs.args, out=out[turn], fa_version=3)
+    for stream in streams:
+        stream.synchronize()
+    rows = outs.view(cupy.uint16)[:, :, : sum(case.q_lens)]
+    assert bool((rows == rows[:1, :1]).all())
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_request_alone_has_the_bits_it_has_in_company(name):
     import cupy

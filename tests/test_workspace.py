@@ -14,10 +14,10 @@ from cupyflash.runtime.launch import prepare, stream_handle
 from cupyflash.runtime.plan import Plan
 from cupyflash.runtime.recording import recorded
 from cupyflash.runtime.variant import Variant
-from cupyflash.runtime.workspace import COUNTERS, free_workspaces, scratch_of
+from cupyflash.runtime.workspace import COUNTERS, MAILBOX, free_workspaces, scratch_of
 
 MIB = 1 << 20
-COUNTER_BYTES = 4 * COUNTERS
+COUNTER_BYTES = 4 * (COUNTERS + MAILBOX)
 
 
 class Block(np.ndarray):

@@ -118,9 +118,9 @@ class _Spans:
         arrays = arrays_of(call, *found, block, counters)
         *partials, arrivals, made, cleared = memory.pointers(device, block, counters)
         if cleared or made:
-            values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made)
+            values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made, 0)
             launch(device, self.plan.schedule, KernelArgs((packed, values), arrays), stream)
-        values = DECODE_PARAMS.pack_head(tail, *partials, arrivals, made)
+        values = DECODE_PARAMS.pack_head(tail, *partials, arrivals, made, 0)
         launch(device, self.plan.forward, KernelArgs((packed, values), arrays), stream)
 
 

@@ -8,8 +8,8 @@ __all__ = ["ALONE", "beside_prefill"]
 
 # Of one multiprocessor, a nanosecond: FLOPs of the prefill kernels; bytes of the decode kernel. An
 # H200 read 44 alone and 40 beside a prefill; with fewer multiprocessors than that asks for the end
-# is late by more than with too many, hence a fifth less.
-_PREFILL_FLOPS, _PREFILL_FLOPS_8_BIT, _DECODE_BYTES = 4500.0, 5400.0, 32.0
+# is late by more than with too many, hence a third less.
+_PREFILL_FLOPS, _PREFILL_FLOPS_8_BIT, _DECODE_BYTES = 4900.0, 5400.0, 27.0
 _MEMORY_BYTES = 4400.0  # of the whole GPU
 
 ALONE = (0.0, 0.0, 0.0)

@@ -35,6 +35,8 @@ def decode_plans(problem: AttentionProblem, info: DeviceInfo, beside: int = 0) -
             largest = replace(problem, max_seqlen_q=tokens)
             if not decode_refusal(largest, info):
                 plans.append(make_decode_plan(largest, info).attend)
+                # Not plain, for calls with less workspace.
+                plans.append(make_decode_plan(replace(largest, num_splits=1), info).attend)
                 if beside and tokens < problem.max_seqlen_q:
                     mixed = make_decode_plan(largest, info, most_rows=tokens * problem.group_size)
                     behind = workspace_behind(mixed.attend) + beside

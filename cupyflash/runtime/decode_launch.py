@@ -15,7 +15,7 @@ from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
 from .tensor_map import rows_refusal
-from .workspace import scratch_of
+from .workspace import COUNTERS, scratch_of
 
 __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
 
@@ -118,7 +118,8 @@ def _queue(
     counters: Any,
     stream: int,
 ) -> None:
-    """``counters`` are 0 between launches; without them they lie in the block and are set to 0."""
+    """``counters`` are 0 between launches, and so is the memory for mail behind them; without them
+    they lie in the block and are set to 0."""
     layout = call.layout
     placed: Placement = layout.kept.get(plan) or layout.keep(plan, lambda: Placement(layout, plan))
     packed = pack_attention(call, device, *found, None, _TILING)
@@ -133,8 +134,9 @@ def _queue(
     arrays = arrays_of(call, *found, block, counters, table)
     tail = placed.tails[wide]
     if cleared or made:
-        values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made)
+        values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made, 0)
         launch(device, plan.schedule, KernelArgs((packed, values), arrays), stream)
-    decode = DECODE_PARAMS.pack_head(tail, *partials, arrivals, prefix)
+    mail = arrivals + 4 * COUNTERS if plan.mails and arrivals and not own else 0
+    decode = DECODE_PARAMS.pack_head(tail, *partials, arrivals, prefix, mail)
     maps = placed.key_maps.at(device, call.arrays.k, call.arrays.v)
     launch(device, plan.attend, KernelArgs((packed, decode, *maps), arrays), stream)

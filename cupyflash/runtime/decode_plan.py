@@ -7,12 +7,13 @@ from functools import lru_cache
 from math import gcd
 
 from .costs import ALONE, beside_prefill
+from .decode_plain import is_plain
 from .decode_tile import BUCKETS, DecodeTile, row_tiles, schedule_variant, warp_counts
 from .device import DeviceInfo
 from .dtypes import FP16
 from .plan import Plan
 from .problem import AttentionProblem
-from .workspace import COUNTERS
+from .workspace import COUNTERS, MAILBOX
 
 __all__ = [
     "LARGEST_SCAN",
@@ -60,6 +61,8 @@ class DecodePlan:
         Whether segments may be split, and leave partial results.
     many : bool
         Whether there are more counters than a stream has.
+    mails : bool
+        Whether the partial results of a launch fit into a stream's `MAILBOX`.
     has_table : bool
         Whether schedule.cu adds the lengths up, and not every block.
     state_at, table_at, counters_at : int
@@ -79,6 +82,7 @@ class DecodePlan:
     schedule: Plan
     splits: bool
     many: bool
+    mails: bool
     has_table: bool
     state_at: int
     table_at: int
@@ -234,12 +238,15 @@ def make_decode_plan(
     nbytes = counters_at + (_round16(counters * 4) if kept else 0)
     smem_bytes = stages * per_stage + rest
     threads = 32 * tile.warps
+    if whole and columns == min(tile.head_dim, 128) and not (mixed or table or pieces):
+        tile = replace(tile, plain=is_plain(problem, tile))
     attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, nbytes, True)
     return DecodePlan(
         attend=attend,
         schedule=schedule_plan(problem.batch),
         splits=kept > 0,
         many=counters >= COUNTERS,
+        mails=0 < kept <= 2 * MAILBOX // (problem.head_dim_v + 2) and not invariant,
         has_table=table,
         state_at=state_at,
         table_at=table_at,

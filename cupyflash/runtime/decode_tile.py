@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .attention_params import ATTENTION_PARAMS
 from .compile import native_arch
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 DECODE_PARAMS = ParamsLayout(
-    *((name, "ptr") for name in ("partial_out", "partial_state", "arrivals", "prefix")),
+    *((name, "ptr") for name in ("partial_out", "partial_state", "arrivals", "prefix", "mail")),
     *(
         (name, "i32")
         for name in (
@@ -48,13 +48,17 @@ _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
 
 @dataclass(frozen=True, slots=True)
 class DecodeTile:
-    """What is compiled: types of products and cache, head bucket, rows of a segment, warps."""
+    """What is compiled: types of products and cache, head bucket, rows of a segment, warps.
+
+    ``plain``: for calls that block/decode_plain.cuh describes alone.
+    """
 
     compute: ScalarType
     cache: ScalarType
     head_dim: int
     rows: int
     warps: int = 4
+    plain: bool = False
 
     @property
     def keys(self) -> int:
@@ -67,6 +71,11 @@ class DecodeTile:
         return -(-self.head_dim * self.cache.itemsize // 128)
 
     @property
+    def whole_panels(self) -> bool:
+        """Whether a row of keys is whole panels of 128 bytes."""
+        return self.head_dim * self.cache.itemsize % 128 == 0
+
+    @property
     def stage_bytes(self) -> int:
         return 2 * self.keys * self.panels * 128
 
@@ -75,11 +84,14 @@ class DecodeTile:
         return Variant(
             "attention_decode_sm90.cu",
             f"attention_decode_sm90_{self.compute.name}_{self.cache.name}_d{self.head_dim}"
-            f"_r{self.rows}" + (f"_w{self.warps}" if self.warps > 4 else ""),
+            f"_r{self.rows}"
+            + (f"_w{self.warps}" if self.warps > 4 else "")
+            + ("_plain" if self.plain else ""),
             _ARCH,
             (
                 ("COMPUTE_TYPE", self.compute.code),
                 ("DECODE_NBYTES", DECODE_PARAMS.nbytes),
+                ("DECODE_PLAIN", int(self.plain)),
                 ("DECODE_ROWS", self.rows),
                 ("DECODE_WARPS", self.warps),
                 ("HEAD_DIM", self.head_dim),
@@ -108,7 +120,10 @@ def decode_variants(arch: str) -> Iterator[Variant]:
         for head_dim in BUCKETS:
             for rows in row_tiles(head_dim):
                 for warps in warp_counts(head_dim):
-                    yield DecodeTile(compute, cache, head_dim, rows, warps).variant
+                    tile = DecodeTile(compute, cache, head_dim, rows, warps)
+                    yield tile.variant
+                    if tile.whole_panels:
+                        yield replace(tile, plain=True).variant
     yield schedule_variant((9, 0))
 
 

@@ -13,13 +13,16 @@ from .device import Device
 from .errors import CaptureError
 from .recording import Recording, current_recording
 
-__all__ = ["COUNTERS", "Scratch", "free_workspaces", "scratch_of"]
+__all__ = ["COUNTERS", "MAILBOX", "Scratch", "free_workspaces", "scratch_of"]
 
 _GRAIN = 1 << 20
 _PER_THREAD_STREAM = 2
 
 COUNTERS = 4096
-"""uint32 words of `Scratch.counters`."""
+"""uint32 words of `Scratch.counters` that blocks count in."""
+
+MAILBOX = 1 << 19
+"""uint32 words behind them, where blocks leave each other what is not 0."""
 
 
 class Scratch:
@@ -93,12 +96,14 @@ class Scratch:
 
     @property
     def counters(self) -> Any:
-        """uint32 [COUNTERS], which every launch finds 0 and leaves 0. There once a block is."""
+        """uint32 [COUNTERS + MAILBOX], which every launch finds 0 and leaves 0. There once a block
+        is."""
         return self._counters
 
     def _grow(self, nbytes: int) -> None:
         if self._counters is None:
-            counters = self._device.empty((COUNTERS,), np.dtype(np.uint32), self._stream)
+            words = (COUNTERS + MAILBOX,)
+            counters = self._device.empty(words, np.dtype(np.uint32), self._stream)
             with on_stream(counters, self._stream):
                 counters.fill(0)
             self._counters = counters

@@ -33,3 +33,33 @@ __device__ __forceinline__ float2 load_from_l2(const float2 *at) {
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(at) : "memory");
   return v;
 }
+
+// Words that another block reads while it waits for them, each for itself.
+__device__ __forceinline__ void store_relaxed(uint4 *at, const uint4 &v) {
+  asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.x),
+               "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(uint2 *at, const uint2 &v) {
+  asm volatile("st.relaxed.gpu.global.v2.u32 [%0], {%1, %2};" ::"l"(at), "r"(v.x), "r"(v.y)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 load_relaxed(const uint4 *at) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 load_relaxed(const uint2 *at) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(at)
+               : "memory");
+  return v;
+}

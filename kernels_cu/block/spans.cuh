@@ -180,7 +180,10 @@ class Spans {
     }
     if (total == 0) count_ = 0;
     share_ = rest_ = 0;
-    if (count_ && !pieces_ && !whole_) {
+    if (pieces_) {  // of a segment, not of all
+      share_ = segment_ / pieces_;
+      rest_ = segment_ - share_ * pieces_;
+    } else if (count_ && !whole_) {
       share_ = total / count_;
       rest_ = total - share_ * count_;
     }
@@ -191,9 +194,9 @@ class Spans {
                                                u32 c) const {
     if (c >= count_) return {total_, total_};
     if (pieces_) {
-      const u32 s = c / pieces_, r = c - s * pieces_, at = s * segment_;
-      return {static_cast<int>(at + r * segment_ / pieces_),
-              static_cast<int>(at + (r + 1) * segment_ / pieces_)};
+      const u32 s = c / pieces_, r = c - s * pieces_;
+      const int at = s * segment_ + r * share_ + min(r, rest_);
+      return {at, static_cast<int>(at + share_ + (r < rest_ ? 1 : 0))};
     }
     if (whole_) {
       const u32 at = c * whole_;
@@ -209,6 +212,9 @@ class Spans {
   __device__ __forceinline__ void owners(int first, int last, int &span, int &count) const {
     cut().owners(first, last, span, count);
   }
+
+  // Whether every span is one piece of one of several equal segments.
+  __device__ __forceinline__ bool pieces_alike() const { return pieces_ > 1; }
 
   // The request of a tile; lanes may ask for different ones.
   __device__ __forceinline__ int find(int tile) const { return find(prefix, batch_, tile); }

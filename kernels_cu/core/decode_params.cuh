@@ -8,6 +8,8 @@ struct DecodeParams {
   float2 *partial_state;  // [2 * spans, unit * row_block] largest score to base 2, sum of weights
   u32 *arrivals;       // [counters], 0 between launches
   i32 *prefix;         // [batch + 5] of schedule.cu, or null: every CTA adds the lengths up
+  u32 *mail;           // instead of partial_* and arrivals where segments are cut alike: [spans,
+                       // unit * row_block, head_dim_v + 2], 0 between launches; or null
   i32 spans;           // that there may be
   i32 tile_shift;      // log2 of the keys of a tile
   i32 row_block;       // rows of a segment, at most

@@ -66,6 +66,7 @@ struct DecodeVariant {
   static constexpr int kKeys = KEY_TILE;              // of a warp's tile
   static constexpr int kWarps = DECODE_WARPS, kThreads = 32 * kWarps;
   static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
+  static constexpr bool kPlain = DECODE_PLAIN;        // see block/decode_plain.cuh
   static constexpr int kParamsBytes = DECODE_NBYTES;
 };
 static_assert(DecodeVariant::kCompute == kFp16 || DecodeVariant::kCompute == kBf16, "");

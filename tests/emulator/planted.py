@@ -8,12 +8,13 @@ Those of the Hopper kernels are here, others in planted_*.py.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.runtime.compile import kernel_source
 from cupyflash.runtime.device import use_device
+from cupyflash.runtime.workspace import scratch_of
 from cupyflash.testing import Case
 
 from .device import EmulatedDevice
@@ -43,7 +44,8 @@ class _Changed(EmulatedDevice):
 
 @dataclass(frozen=True)
 class Planted:
-    """``pattern`` (a regular expression) is replaced; two calls share what they leave behind."""
+    """``pattern`` (a regular expression) is replaced; calls share what they leave behind, but differ
+    in their numbers."""
 
     name: str
     source: str
@@ -53,6 +55,7 @@ class Planted:
     num_sms: int = 2
     calls: int = 1
     version: int = 3
+    always: bool = True  # whether every order of warps gives it away, or most do
 
     def device(self) -> EmulatedDevice:
         return _Changed(self)
@@ -65,12 +68,15 @@ class Planted:
         device.seed = seed
         try:
             with use_device(device):
-                for _ in range(self.calls):
-                    self.attend()
+                for call in range(self.calls):
+                    replace(self, case=self.case.replace(seed=self.case.seed + call)).attend()
+                with scratch_of(device, None) as scratch:
+                    if scratch.counters is not None and scratch.counters.any():
+                        raise AssertionError("memory is not back to 0")
         except EmulatorError as e:
             found = str(e)
         except AssertionError as e:
-            found = f"wrong output: {e}"
+            found = f"wrong: {e}"
         else:
             found = None
         if self.pattern and not device.changes:  # type: ignore[attr-defined]
@@ -90,7 +96,8 @@ _STEP = Case(lengths=((1, 400), (1, 90)), num_heads_kv=2, group_size=2, head_dim
              causal=True, q_type="bf16", kv_type="bf16")  # fmt: skip
 _MIXED = _STEP.replace(lengths=((1, 250), (20, 60), (1, 40), (17, 0)))
 _LONG = _STEP.replace(lengths=((1, 2500),), num_heads_kv=1, group_size=8)
-_SHARED = _STEP.replace(lengths=((1, 9000),), num_heads_kv=1, group_size=8)  # a merge of many
+_SHARED = _LONG.replace(lengths=((1, 9000), (1, 90)))  # a merge of many
+_ALIKE = _STEP.replace(lengths=((1, 500),) * 4)
 
 
 def _wait(barrier: str) -> str:
@@ -127,4 +134,11 @@ PLANTED = [
     Planted("decode: read of the counter without order", DECODE, r"ld\.acquire\.gpu\.global", "ld.relaxed.gpu.global", _SHARED, num_sms=40),
     Planted("decode: a merge of many without a bug", DECODE, "", "", _SHARED, num_sms=40),
     Planted("decode: counter not back to zero", DECODE, r"atom\.acq_rel\.gpu\.global\.inc\.u32 %0, \[%1\], %2;", "atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;", _STEP, calls=2),
+    Planted("decode: equal segments without a bug", DECODE, "", "", _ALIKE, num_sms=16, calls=2),
+    Planted("decode: mail that is not cleared", DECODE, r"store_relaxed\(mail_values\(parts[^;]*;", ";", _ALIKE, num_sms=16, calls=2),
+    Planted("decode: states of mail that are not cleared", DECODE, r"store_relaxed\(mail_state\(parts[^;]*;", ";", _ALIKE, num_sms=16, calls=2),
+    Planted("decode: values of mail that are not waited for", DECODE, r"missing \|= v\[i\][^;]*;", ";", _ALIKE, num_sms=16, calls=4, always=False),
+    Planted("decode: the largest score before all have come", DECODE, r"missing \|= state\[i\]\.x == 0;", ";", _ALIKE, num_sms=16, calls=4, always=False),
+    Planted("decode: mail without order", DECODE, r"st\.relaxed\.gpu\.global\.v4", "st.global.v4", _ALIKE, num_sms=16),
+    Planted("decode: mail in the slots of the span before", DECODE, r"partial_row\(first, row\), rows, 0\}", "partial_row(first, row), rows, rows}", _ALIKE, num_sms=16),
 ]  # fmt: skip
