@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cupyflash.bounds import AttentionBounds
@@ -12,6 +14,7 @@ from cupyflash.runtime.prefill_plan import (
     prefill_refusal,
     prefill_variants,
 )
+from cupyflash.runtime.prefill_tile import prefill_tile
 
 H200 = DeviceInfo("H200", 0, (9, 0), 132, 227 << 10)
 
@@ -37,6 +40,34 @@ def test_boxes_are_parts_of_a_page_and_of_a_tile(page, box):
     assert plan_of(page_size=page).box_keys == box
 
 
+@pytest.mark.parametrize(
+    ("changes", "rows", "keys"),
+    [({"causal": False, "max_seqlen_k": 8192}, 192, 128), ({"causal": False, "max_seqlen_q": 512}, 256, 64),
+     ({"max_seqlen_q": 512, "max_seqlen_k": 512}, 256, 64), ({"max_seqlen_q": 32}, 128, 128),
+     ({"max_seqlen_k": 8192, "max_seqlen_q": 8192}, 192, 128), ({"softcap": 5.0}, 128, 128),
+     ({"softcap": 5.0, "max_seqlen_k": 8192}, 192, 96)],
+)  # fmt: skip
+def test_tiles_of_head_size_64_are_as_tall_as_the_lengths_are_worth(changes, rows, keys):
+    given = {"headdim": 64, "num_heads_q": 8, "causal": True, **changes}
+    tile = prefill_tile(problem_of(**given))
+    assert (tile.rows, tile.keys) == (rows, keys)
+
+
+def test_batch_invariant_calls_have_one_tile():
+    tiles = {
+        prefill_tile(replace(problem_of(headdim=64, max_seqlen_q=n), batch_invariant=True))
+        for n in (32, 130, 512, 4096)
+    }
+    assert len(tiles) == 1
+
+
+def test_bounds_plan_every_tile_that_calls_within_them_may_have():
+    bounds = {p.variant for p in prefill_plans(problem_of(headdim=64, max_seqlen_k=16384), H200)}
+    for length in (64, 500, 3000, 16384):
+        problem = problem_of(headdim=64, max_seqlen_q=length, max_seqlen_k=length)
+        assert make_prefill_plan(problem, H200).attend.variant in bounds
+
+
 def test_packed_keys_come_in_one_box_a_panel():
     assert plan_of(page_size=None).box_keys == 128
 
@@ -55,8 +86,6 @@ def test_what_is_left_to_other_kernels(changes, word):
     scale = changes.pop("softmax_scale", None)
     problem = problem_of(**changes)
     if scale is not None:
-        from dataclasses import replace
-
         problem = replace(problem, softmax_scale=scale)
     assert word in prefill_refusal(problem, H200)
     assert prefill_plans(problem, H200) == []

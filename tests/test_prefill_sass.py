@@ -28,8 +28,16 @@ def inner_loop(variant):
 
 @pytest.mark.parametrize(
     "shape",
-    ["d64_n64_m256", "d64_n128_m192", "d64_n128", "d128_n128", "d192_128_n128", "d256_n80"],
-)
+    [
+        "d64_n64_m256",
+        "d64_n128_m192",
+        "d64_n128",
+        "d128_n128",
+        "d192_128_n128",
+        "d256_n80",
+        "d256_n64",
+    ],
+)  # fmt: skip
 def test_the_inner_loop(shape):
     variant = VARIANTS[f"attention_fwd_sm90_bf16_{shape}"]
     head_dim, _, keys = numbers(variant)

@@ -16,6 +16,7 @@ from .prefill_tile import (
     PREFILL_PARAMS,
     PrefillTile,
     prefill_tile,
+    prefill_tiles,
     prefill_variant,
     prefill_variants,
 )
@@ -139,7 +140,7 @@ def make_prefill_plan(
     rows = problem.total_q * problem.num_heads_q * splits if splits > 1 else 0
     partial_bytes = rows * (problem.head_dim_v + 1) * 4
     attend = Plan(
-        prefill_variant(problem),
+        prefill_variant(problem, tile),
         (min(info.num_sms, items), 1, 1),
         (tile.threads, 1, 1),
         tile.smem_bytes,
@@ -170,16 +171,25 @@ def prefill_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
     """
     if prefill_refusal(problem, info):
         return []
-    plan = make_prefill_plan(problem, info)
-    nbytes = max(plan.attend.workspace_bytes, _largest_workspace(problem, info))
-    plans = [plan.attend, combine_plan(problem, info)]
-    return [replace(each, workspace_bytes=nbytes) for each in plans]
+    plan, tiles = make_prefill_plan(problem, info).attend, prefill_tiles(problem)
+    nbytes = max(plan.workspace_bytes, *(_largest_workspace(problem, info, tile) for tile in tiles))
+    plans = [
+        replace(
+            plan,
+            variant=prefill_variant(problem, tile),
+            block=(tile.threads, 1, 1),
+            smem_bytes=tile.smem_bytes,
+        )
+        for tile in tiles
+    ]
+    return [replace(each, workspace_bytes=nbytes) for each in (*plans, combine_plan(problem, info))]
 
 
-def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
+def _largest_workspace(
+    problem: AttentionProblem, info: DeviceInfo, tile: PrefillTile | Fp8Tile
+) -> int:
     if problem.num_splits == 1 or problem.batch_invariant:
         return 0
-    tile = prefill_tile(problem)
     tiles = _items(problem, tile)[0]
     if problem.num_splits:
         pieces = tiles * min(problem.num_splits, MOST_SPLITS)

@@ -19,6 +19,7 @@ __all__ = [
     "PrefillTile",
     "has_score_mod",
     "prefill_tile",
+    "prefill_tiles",
     "prefill_variant",
     "prefill_variants",
 ]
@@ -98,10 +99,6 @@ class PrefillTile:
         )
 
 
-# Head size 64 waits for its exponentials: a third and a fourth computing warpgroup fill the time.
-_WIDE_64 = PrefillTile(64, 64, 128, 3, 3, rows=192)
-_TALL_64 = PrefillTile(64, 64, 64, 2, 4, rows=256)
-_FEW_KEYS = 1024
 _TILES = (
     PrefillTile(64, 64, 128, 3, 3),
     PrefillTile(96, 96, 128, 3, 2),
@@ -120,51 +117,83 @@ _MOD_TILES = (
 )
 
 
+# Up to so many keys that a tile sees, ...
+_KEYS = (1024, 4096)
+# ... and above: what a row of another tile costs, beside one of the tile above, with a mask and
+# without (measured on an H200). A third and a fourth computing warpgroup fill the time in which
+# others wait for their exponentials, but a tile of more rows leaves more of them empty.
+_WIDE_64 = PrefillTile(64, 64, 128, 3, 3, rows=192)
+_TALL_64 = PrefillTile(64, 64, 64, 2, 4, turns=False, rows=256)
+_Costs = tuple[float, float, float]
+_Choice = tuple[PrefillTile, _Costs, _Costs]
+_OTHERS: dict[tuple[int, bool], tuple[_Choice, ...]] = {
+    (64, False): (
+        (_WIDE_64, (0.96, 0.86, 0.81), (0.82, 0.80, 0.73)),
+        (_TALL_64, (0.91, 0.84, 0.82), (0.80, 0.80, 0.77)),
+    ),
+    (64, True): ((PrefillTile(64, 64, 96, 3, 3, rows=192), (1, 1, 0.93), (1, 1, 0.93)),),
+    (96, False): ((PrefillTile(96, 96, 96, 2, 2, rows=192), (1, 1, 0.97), (1, 1, 0.97)),),
+    (128, True): ((PrefillTile(128, 128, 64, 2, 3, rows=192), (1, 1, 0.97), (1, 1, 0.97)),),
+    (256, False): ((PrefillTile(256, 256, 64, 1, 2), (0.93, 1, 1), (0.95, 1, 1)),),
+}
+
+
 def prefill_variants(arch: str) -> Iterator[Variant]:
     """All that the Hopper prefill kernel can be asked for."""
     if arch == "sm_90":
         for kind in (FP16, BF16):
             for score_mod in (False, True):
-                for tile in _MOD_TILES if score_mod else (*_TILES, _WIDE_64, _TALL_64):
+                for tile in _MOD_TILES if score_mod else _TILES:
                     yield tile.variant(kind, score_mod)
+                for (_, modified), others in _OTHERS.items():
+                    if modified == score_mod:
+                        yield from (tile.variant(kind, score_mod) for tile, *_ in others)
         yield from fp8_variants(PREFILL_PARAMS.nbytes)
 
 
 def prefill_tile(problem: AttentionProblem) -> PrefillTile | Fp8Tile:
-    """The narrowest bucket; of head size 64, tiles of as many rows as the lengths are worth."""
-    return fp8_tile(problem) if problem.kv_type.is_fp8 else _tile_16bit(problem)
+    """Of the narrowest bucket, the tile whose rows, those that stay empty too, cost the least."""
+    if problem.kv_type.is_fp8:
+        return fp8_tile(problem)
+    left, right = problem.window_left, problem.window_right
+    seen = problem.max_seqlen_k if left < 0 else min(problem.max_seqlen_k, left + max(right, 0))
+    # Batch-invariant calls always have the same one.
+    size = len(_KEYS) if problem.batch_invariant else sum(seen > limit for limit in _KEYS)
+    rows = problem.max_seqlen_q * gcd(problem.group_size, 64)
+
+    def cost(choice: _Choice) -> float:
+        tile, masked, unmasked = choice
+        filled = 1 if problem.batch_invariant else -(-rows // tile.rows) * tile.rows
+        return filled * (unmasked if left < 0 and right < 0 else masked)[size]
+
+    return min(_choices(problem), key=cost)[0]
 
 
-def prefill_variant(problem: AttentionProblem) -> Variant:
+def prefill_tiles(problem: AttentionProblem) -> tuple[PrefillTile | Fp8Tile, ...]:
+    """All that calls within a problem's bounds may have."""
+    if problem.kv_type.is_fp8:
+        return (fp8_tile(problem),)
+    return tuple(tile for tile, *_ in _choices(problem))
+
+
+def prefill_variant(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> Variant:
     """The kernel of a problem that is not refused."""
     score_mod = has_score_mod(problem)
-    if problem.kv_type.is_fp8:
-        return fp8_tile(problem).variant(PREFILL_PARAMS.nbytes, score_mod)
-    return _tile_16bit(problem).variant(problem.kv_type, score_mod)
+    if isinstance(tile, Fp8Tile):
+        return tile.variant(PREFILL_PARAMS.nbytes, score_mod)
+    return tile.variant(problem.kv_type, score_mod)
 
 
-def _tile_16bit(problem: AttentionProblem) -> PrefillTile:
+def _choices(problem: AttentionProblem) -> tuple[_Choice, ...]:
     score_mod = has_score_mod(problem)
     found = next(
         tile
         for tile in (_MOD_TILES if score_mod else _TILES)
         if problem.head_dim <= tile.head_dim and problem.head_dim_v <= tile.head_dim_v
     )
-    return found if found.head_dim > 64 or score_mod else _tile_64(problem)
-
-
-def _tile_64(problem: AttentionProblem) -> PrefillTile:
-    """Batch-invariant calls always have the same one."""
-    left, right = problem.window_left, problem.window_right
-    if problem.batch_invariant:
-        return _WIDE_64
-    rows = problem.max_seqlen_q * gcd(problem.group_size, 64)
-    if left < 0 and right < 0 and rows > TILE_ROWS:
-        wide, tall = (-(-rows // tile.rows) * tile.rows for tile in (_WIDE_64, _TALL_64))
-        return _TALL_64 if tall * 1.04 < wide else _WIDE_64
-    seen = problem.max_seqlen_k if left < 0 else left + max(right, 0)
-    # Masks leave a part of tall tiles idle, which counts where tiles have few keys.
-    return _TILES[0] if rows <= TILE_ROWS or seen <= _FEW_KEYS else _WIDE_64
+    same = found.head_dim == found.head_dim_v
+    others = _OTHERS.get((found.head_dim, score_mod), ()) if same else ()
+    return ((found, (1, 1, 1), (1, 1, 1)), *others)
 
 
 def has_score_mod(problem: AttentionProblem) -> bool:

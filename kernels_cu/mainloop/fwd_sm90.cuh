@@ -19,6 +19,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   static constexpr int kGroups = V::kTileRows / 64;
   // The next queries take the place of those of this tile: its last output does not wait for them.
   static constexpr bool kOneBuffer = V::kQueryStages == 1;
+  static constexpr bool kPasses = kKeys < V::kTileRows;  // else causal tiles end with their keys
   static constexpr ScalarType kType = V::kCompute;
   using typename Pipeline::Operands;
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane;
@@ -111,7 +112,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
 
   // One past the last key tile that a row of this warpgroup sees: those after it are passed over.
   __device__ __forceinline__ int seen_end(const PrefillTile &t) const {
-    if (p.window_right < 0) return t.n_end;
+    if (!kPasses || p.window_right < 0) return t.n_end;
     const int last = t.token + ((warpgroup + 1) * Rows::kWarpgroupRows - 1 >> this->pack_shift);
     const int keys = last + t.shift + p.window_right + 1;
     return max(t.n_begin + 1, min(t.n_end, (keys + kKeys - 1) / kKeys));
@@ -205,34 +206,45 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       release(shared.rest().drained);
       return;
     }
+    if constexpr (kOneBuffer) {
+      run_alone();
+    } else {
+      run_joined();
+    }
+    leave_queries(next_queries());
+    release(shared.rest().drained);
+    run_failed();
+  }
+
+  __device__ __forceinline__ void run_alone() {
+    while (wait_tile().item >= 0) {
+      PrefillTile &t = tile();
+      const bool wild = begin_tile(t);
+      const int keep = run_steps(t, seen_end(t) - 2, wild);
+      const int slot = next_queries();
+      end_output(keep);
+      finish_tile(t, slot, c, sum);
+    }
+  }
+
+  __device__ __forceinline__ void run_joined() {
     bool wild = begin_tile(tile());
     while (true) {
       PrefillTile &t = tile();
       const int keep = run_steps(t, seen_end(t) - 2, wild);
       const int slot = next_queries();
-      if constexpr (kOneBuffer) {
-        end_output(keep);
-        finish_tile(t, slot, c, sum);
-        const PrefillTile &next = wait_tile();
-        if (next.item < 0) break;
-        wild = begin_tile(next);
+      const PrefillTile &next = wait_tile();
+      const float last_c[2] = {c[0], c[1]}, last_sum[2] = {sum[0], sum[1]};
+      const bool more = next.item >= 0;
+      // Products stay in flight on one side of a branch only, or the compiler serialises them.
+      if (more) {
+        wild = join_tiles(next, keep);
       } else {
-        const PrefillTile &next = wait_tile();
-        const float last_c[2] = {c[0], c[1]}, last_sum[2] = {sum[0], sum[1]};
-        const bool more = next.item >= 0;
-        // Products stay in flight on one side of a branch only, or the compiler serialises them.
-        if (more) {
-          wild = join_tiles(next, keep);
-        } else {
-          end_output(keep);
-        }
-        finish_tile(t, slot, last_c, last_sum);
-        if (!more) break;
+        end_output(keep);
       }
+      finish_tile(t, slot, last_c, last_sum);
+      if (!more) return;
     }
-    leave_queries(next_queries());
-    release(shared.rest().drained);
-    run_failed();
   }
 
   // Tiles whose sums were not finite: rare, so plain.
@@ -240,7 +252,6 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     while (true) {
       const PrefillTile &t = wait_tile();
       if (t.item < 0) return;
-      this->load_slopes(t);
       c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
       for (int n = t.n_end - 1; n >= t.n_begin; --n) {
         const Operands from = operands();
@@ -292,7 +303,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       if (t.slot < 0) {
         row += sum_pairs<kType>(to.template store_columns<kType, kDv>(inside, norm[h], h, o));
       } else if (inside) {
-        row += to.template store_partial<kDv>(result[h], h, o);
+        row += to.template store_partial<kDv>({result[h].lse, norm[h]}, h, o);
       }
       if (inside) test += row;
     }

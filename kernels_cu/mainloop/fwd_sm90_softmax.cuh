@@ -30,19 +30,11 @@ struct PrefillRows : TileRows<V::kKeys> {
   float scale;  // of scores, to base 2; of modified ones 1
   float o[kDv / 2];
   u32 weight[kKeys / 16][4];
-  float slope[2];  // of ALiBi
 
   __device__ __forceinline__ PrefillRows(const AttentionParams &p, int pack_shift, int warpgroup)
       : Rows(p, pack_shift, warpgroup), scale(V::kScoreMod ? 1.f : p.softmax_scale * kLog2e) {}
 
   // ---- scores
-
-  __device__ __forceinline__ void load_slopes(const PrefillTile &t) {
-    if constexpr (V::kScoreMod) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) slope[h] = p.alibi_slopes ? Rows::load_slope(t, h) : 0.f;
-    }
-  }
 
   // A bit for each of this lane's 32 scores of a row in 128 keys: whether it is before key `end`.
   __device__ __forceinline__ static u32 bits_before(int end) {
@@ -76,7 +68,7 @@ struct PrefillRows : TileRows<V::kKeys> {
   // Soft cap and ALiBi; scores are to base 2 then.
   __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
     if constexpr (V::kScoreMod) {
-      Rows::modify_scores(t, n, p.softmax_scale, [&](int h) { return slope[h]; });
+      Rows::modify_scores(t, n, p.softmax_scale, [&](int h) { return Rows::load_slope(t, h); });
     }
   }
 
@@ -207,7 +199,6 @@ struct PrefillRows : TileRows<V::kKeys> {
   // The first key tile of a tile, whose scores are there. Returns whether they are so far apart
   // that the shift follows the maximum throughout.
   __device__ __forceinline__ bool fold_first(const PrefillTile &t, int n) {
-    load_slopes(t);
     modify(t, n);
     const bool masked = n >= t.mask_from || n < t.mask_below;
     if (masked) mask(t, n);
