@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from emulator import emulated
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_mla import CASE, LATENT
 
@@ -20,7 +20,6 @@ H200 = DeviceInfo("H200", 0, (9, 0), 132, 227 << 10)
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90"])
-@settings(max_examples=60)
 @given(
     case=LATENT,
     kind=st.sampled_from(["bf16", "fp16"]),
