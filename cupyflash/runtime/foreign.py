@@ -8,6 +8,7 @@ while the call is captured: a graph holds no event of a stream outside of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,13 +85,19 @@ class Consumer:
         return found
 
     def _look(self, ordinal: int) -> tuple[CuPyDevice, int]:
-        from .cupy_device import cupy_device
-        from .launch import stream_handle
-
-        device, handle = cupy_device(ordinal), stream_handle(self._stream)
+        gpus, launches = _modules()
+        device, handle = gpus.cupy_device(ordinal), launches.stream_handle(self._stream)
         if handle is None:
             handle = device.current_stream()
         return device, NO_WAIT if device.is_capturing(handle) else handle or 1
+
+
+@cache
+def _modules() -> tuple[Any, Any]:
+    """Imported late, and once: an import statement takes as long as a look at an array."""
+    from . import cupy_device, launch
+
+    return cupy_device, launch
 
 
 def adopt(value: Any, name: str, consumer: Consumer) -> Any:

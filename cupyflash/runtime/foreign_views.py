@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import (
     PYFUNCTYPE,
+    byref,
     c_char_p,
     c_int,
     c_int32,
+    c_uint64,
     c_void_p,
     create_string_buffer,
     py_object,
@@ -68,14 +70,9 @@ def gpu_views(given: Sequence[Any], names: Sequence[str], stream: Any) -> tuple[
         As `foreign.adopt`.
     """
     found: list[Any] | None = None
-    consumer = Consumer(stream)
+    consumer, looks = Consumer(stream), _looks
     for i, value in enumerate(given):
-        kind: Any = type(value)
-        look = _looks.get(kind)
-        if look is None:
-            look = _looks.setdefault(kind, _look_of(kind))
-            if look is not _not_foreign:
-                FOREIGN.add(kind)
+        look = looks.get(type(value)) or _new_look(type(value))
         if look is _not_foreign:
             continue
         view = look(value, consumer)
@@ -101,6 +98,13 @@ def _no_quick_way(value: Any, consumer: Consumer) -> None:
 
 
 _looks: dict[Any, Look] = {}
+
+
+def _new_look(kind: Any) -> Look:
+    look = _looks.setdefault(kind, _look_of(kind))
+    if look is not _not_foreign:
+        FOREIGN.add(kind)
+    return look
 
 
 def _look_of(kind: Any) -> Look:
@@ -135,6 +139,8 @@ class _Exchange:
         except RuntimeError:  # one without memory
             return None
         found = _views.get(key)  # none are kept where there are several GPUs
+        if found is not None and consumer.settled is self:
+            return found
         if found is None:
             found = None if key[-2] or key[-1] else self._new_view(value, key)
             if found is None:
@@ -166,10 +172,10 @@ class _Exchange:
 
     def working_on(self, ordinal: int) -> int:
         """The handle of the stream that the library queues work on."""
-        raw = create_string_buffer(8)
-        if self._working_on(_CUDA, ordinal, raw):
+        handle = c_uint64()
+        if self._working_on(_CUDA, ordinal, byref(handle)):
             raise LookupError("the library does not say which stream it works on")
-        return int.from_bytes(raw.raw, "little")
+        return handle.value
 
 
 def _exchange_of(kind: Any) -> _Exchange | None:
