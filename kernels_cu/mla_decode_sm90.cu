@@ -19,9 +19,8 @@ constexpr int kThreads = 384;
 // By one warp: one of the first tiles of a piece. Other blocks may still be at an earlier one, so
 // each loads its own.
 __device__ __forceinline__ void load_first(const LatentLoader &loader, const Segment &s, int tile,
-                                           int stage) {
+                                           int stage, int page) {
   if (tile >= end_tile_of(s)) return;
-  const int page = loader.page_of(s, tile);
   if (threadIdx.x % 32 == 0) loader.expect(stage);
   __syncwarp();
   loader.load(s, tile, stage, page, 0);
@@ -33,6 +32,7 @@ __device__ __forceinline__ void run_scores(const LatentLoader &loader, const Lat
   LatentScores<V> scores(loader);
   LatentTiles::Rest &rest = loader.tiles.rest();
   LatentPlace at;
+  bool later = false;
 #pragma unroll 1
   while (true) {
     if (threadIdx.x == 0) {
@@ -41,15 +41,25 @@ __device__ __forceinline__ void run_scores(const LatentLoader &loader, const Lat
     }
     named_barrier_sync(kScoresOnly, 128);
     const LatentPiece &piece = rest.piece[rest.newest];
-    if (piece.spans == 0) break;
     const Segment &s = piece.segment;
-    const int begin = first_tile_of(s);
-    // Queries pass through the third stage. A warp loads a tile.
     const int warp = fresh(threadIdx.x) / 32;
+    // Outputs of the piece before pass through the second stage.
+    const auto second_is_free = [&]() {
+      if (warp == 1 && later) named_barrier_sync(kStaged, kStagedThreads);
+    };
+    if (piece.spans == 0) {
+      second_is_free();
+      break;
+    }
+    // Queries, which are asked for first, pass through the third stage. A warp loads a tile.
+    const int begin = first_tile_of(s), page = loader.page_of(s, begin + warp);
     const int third = at.stage == 0 ? 2 : at.stage - 1, mine = (at.stage + warp) % kLatentStages;
-    if (warp < 2) load_first(loader, s, begin + warp, mine);
-    scores.hold_queries(s, third);
-    if (warp == 2) load_first(loader, s, begin + warp, third);
+    scores.hold_queries(s, third, [&]() {
+      second_is_free();
+      if (warp < 2) load_first(loader, s, begin + warp, mine, page);
+    });
+    if (warp == 2) load_first(loader, s, begin + warp, third, page);
+    later = true;
     named_barrier_sync(kPieceReady, kThreads);
     scores.run(s, at);
     scores.conclude();
@@ -71,9 +81,10 @@ __device__ __forceinline__ void run_values(const LatentLoader &loader, const Lat
     LatentValues<V> values(loader, half);
     values.run(piece.segment, at);
     named_barrier_sync(kPieceDone, kThreads);
-    ends.store(values, piece);
+    ends.store(values, piece,
+               loader.tiles.stage(at.stage + 1 == kLatentStages ? 0 : at.stage + 1));
     if (piece.segment.slot >= 0) {
-      LatentEnd<V>::merge(ends.p, ends.d, ends.l, loader.tiles.base, &piece);
+      LatentMerge::merge(ends.p, ends.d, ends.l, loader.tiles.base, &piece);
     }
   }
 }
@@ -93,7 +104,9 @@ extern "C" __global__ void __cluster_dims__(LatentVariant::kSide, 1, 1)
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&rope_map), prefetch_tensor_map(&latent_map);
     tiles.init();
+    cluster_fence();
   }
+  cluster_arrive();
   wait_for_earlier_launches();
   let_later_launches_start();
 
@@ -109,14 +122,16 @@ extern "C" __global__ void __cluster_dims__(LatentVariant::kSide, 1, 1)
   const LatentEnd<V> ends = {p, d, l, tiles};
   if (!totals.alike || !totals.first_tiles) ends.write_empty(prefix);
   fence_async_proxy();
-  cluster_sync();  // counters and barriers of other blocks are there too
+  __syncthreads();
   const LatentLoader loader = {p, l, tiles, &rope_map, &latent_map};
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (warpgroup == 0) {
     take_registers<184>();
     run_scores<V>(loader, line);
+    cluster_wait();
   } else {
     give_registers<160>();
+    cluster_wait();  // counters and barriers of other blocks are there too
     run_values<V>(loader, ends, warpgroup - 1);
   }
   cluster_sync();  // what others load to this block, and count in it, is over

@@ -9,6 +9,19 @@ __device__ __forceinline__ void cluster_sync() {
                    : "memory");
 }
 
+// The same in two steps, where what was written before has been fenced already.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_fence() {
+  asm volatile("fence.acq_rel.cluster;" ::: "memory");
+}
+
 // The same place in the shared memory of another block.
 __device__ __forceinline__ u32 cluster_address(u32 own, u32 rank) {
   u32 other;

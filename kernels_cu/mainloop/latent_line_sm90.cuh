@@ -42,6 +42,7 @@ struct LatentLine {
     const int first = cursor.start + segment * w.tiles, last = first + w.tiles;
     const int begin = cursor.at, end = min(last, cursor.end);
     cursor.at = end;
+    piece.last = end == cursor.end;
     const int rows = w.request.q_len * p.group;
     const int row_begin = (segment - kv_head * w.row_blocks) * d.row_block;
     const int row_end = min(rows, row_begin + d.row_block);

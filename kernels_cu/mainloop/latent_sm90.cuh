@@ -27,13 +27,18 @@ struct LatentScores {
       : load(load), p(load.p), tiles(load.tiles) {}
 
   // The rows of a piece to a stage, and on to registers; what these do not hold goes to tiles of
-  // its own. Barriers of this warpgroup inside.
-  __device__ __forceinline__ void hold_queries(const Segment &s, int stage) {
+  // its own. `meanwhile` runs while they are on their way. Barriers of this warpgroup inside.
+  template <class Meanwhile>
+  __device__ __forceinline__ void hold_queries(const Segment &s, int stage,
+                                               const Meanwhile &meanwhile) {
     char *const tile = tiles.stage(stage);
     const bool wide = load.l.vectorised && p.q_vectorised;
     if (wide) {
       copy_queries(s, shared_address(tile));
+      meanwhile();
+      cp_async_wait<0>();
     } else {
+      meanwhile();
       load_latent_queries<128, kLatentRows>(p, load.l, s, tile);
     }
     named_barrier_sync(kScoresOnly, 128);
@@ -98,7 +103,6 @@ struct LatentScores {
       }
     }
     cp_async_commit();
-    cp_async_wait<0>();
   }
 
   __device__ __forceinline__ void score(int stage, float (&out)[32]) const {
@@ -159,16 +163,14 @@ struct LatentScores {
       const float from = grown == -infinity() ? 0.f : grown;
       factor[h] = exp2_approx(shift[h] - from);
       shift[h] = grown;
-      float total = sum[h] * factor[h];
+      float even = sum[h] * factor[h], odd = 0.f;  // the sum is on the way to the next scores
 #pragma unroll
-      for (int n = 0; n < 8; ++n) {
-#pragma unroll
-        for (int e = 4 * n + 2 * h; e < 4 * n + 2 * h + 2; ++e) {
-          x[e] = exp2_approx(fmaf(x[e], scale, -from));
-          total += x[e];
-        }
+      for (int e = 2 * h; e < 32; e += 4) {
+        x[e] = exp2_approx(fmaf(x[e], scale, -from));
+        x[e + 1] = exp2_approx(fmaf(x[e + 1], scale, -from));
+        even += x[e], odd += x[e + 1];
       }
-      sum[h] = total;
+      sum[h] = even + odd;
     }
     named_barrier_sync(kScoresOnly, 128);  // no warp reads the rope panel any more
     const int thread = fresh(threadIdx.x), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
@@ -191,31 +193,39 @@ struct LatentScores {
   // All tiles of a piece; `at` is the place of the first one, and then of the one after the last.
   __device__ __forceinline__ void run(const Segment &s, LatentPlace &at) {
     LatentTiles::Rest &r = tiles.rest();
-    int tile = first_tile_of(s);
-    bool more = tile < end_tile_of(s);
+    // In registers that a warp shares: nothing is asked of memory on the way from tile to tile.
+    const auto shared = [](int x) { return static_cast<int>(uniform_lane(x)); };
+    const int begin = shared(first_tile_of(s)), end = shared(end_tile_of(s));
+    const int plain_begin = shared(tile_after(max(s.free_begin, s.kv_begin)));
+    const int plain_end = shared(s.free_end >> kLatentKeysShift);
+    const float scale = __uint_as_float(uniform_lane(__float_as_uint(s.scale)));
+    int tile = begin;
+    bool more = tile < end, landed = false;
 #pragma unroll 1
     while (more) {
-      if (tile >= first_tile_of(s) + 2) {
+      if (tile >= begin + 2) {
         // The tile before the last, whose factors the next ones replace, has been rescaled.
-        LatentPlace next = at;
-        next.next();
-        mbarrier_wait(shared_address(&r.done[next.stage]), next.parity ^ 1);
+        LatentPlace before = at;  // two tiles ago is the place after this one
+        before.next();
+        mbarrier_wait(shared_address(&r.done[before.stage]), before.parity ^ 1);
       }
-      mbarrier_wait(shared_address(&r.full[at.stage]), at.parity);
+      if (!landed) mbarrier_wait(shared_address(&r.full[at.stage]), at.parity);
       float x[32];
       score(at.stage, x);
       mbarrier_arrive(shared_address(&r.scored[at.stage]));
-      const int column = tile * kLatentKeys;
-      if (column < s.free_begin || column + kLatentKeys > s.free_end || column < s.kv_begin) {
-        mask(s, column, x);
-      }
-      fold(s.scale, tile, at.stage, x);
+      if (tile < plain_begin || tile >= plain_end) mask(s, tile * kLatentKeys, x);
+      // Asked for the next tile here, where nobody waits for the answer.
+      LatentPlace next = at;
+      next.next();
+      landed = tile + 1 < end &&
+               mbarrier_try_wait(shared_address(&r.full[next.stage]), next.parity);
+      fold(scale, tile, at.stage, x);
       fence_async_proxy();
       mbarrier_arrive(shared_address(&r.weights[at.stage]));
       ++tile;
-      more = tile < end_tile_of(s);
+      more = tile < end;
       if (!more) mbarrier_wait(shared_address(&r.done[at.stage]), at.parity);
-      at.next();
+      at = next;
     }
   }
 

@@ -10,20 +10,21 @@
 #include "block/spans.cuh"
 #include "mainloop/latent_rows.cuh"
 
-constexpr int kLatentRows = 64, kLatentKeys = 64, kLatentStages = 3;
+constexpr int kLatentRows = 64, kLatentKeysShift = 6, kLatentKeys = 1 << kLatentKeysShift;
+constexpr int kLatentStages = 3;
 constexpr int kPanelBytes = kLatentKeys * 128, kLatentPanels = 8, kHalfPanels = kLatentPanels / 2;
 constexpr int kLatentStageBytes = (kLatentPanels + 1) * kPanelBytes;
 constexpr int kLatentSteps = kRowDim / 16, kHeldSteps = kLatentDim / 16 - 1;
 
-constexpr u64 kEvictNormal = 0x1000000000000000ull;  // a cache policy
-
 // Named barriers, besides those of halves of the columns: 2 and 3.
 constexpr int kPieceDone = 1, kPieceReady = 4, kScoresOnly = 5, kValuesOnly = 6;
+constexpr int kStaged = 7, kStagedThreads = 256 + 32;
 
 // The keys that a block takes of a segment.
 struct LatentPiece {
   Segment segment;       // slot: of the partial result; -1: the result itself
   u16 first_span, spans;  // that share the segment; 0 of them: there is no piece
+  bool last;              // of the block
 };
 
 // What is left of a block's span, and how the line is cut.
@@ -96,6 +97,10 @@ struct LatentPlace {
 };
 
 __device__ __forceinline__ int first_tile_of(const Segment &s) { return s.kv_begin / kLatentKeys; }
+// The first tile that has nothing before a key, which may be negative.
+__device__ __forceinline__ int tile_after(int key) {
+  return (key + kLatentKeys - 1) >> kLatentKeysShift;
+}
 __device__ __forceinline__ int end_tile_of(const Segment &s) {
   return s.kv_begin < s.kv_end ? (s.kv_end + kLatentKeys - 1) / kLatentKeys : first_tile_of(s);
 }
@@ -151,7 +156,7 @@ struct LatentLoader {
   __device__ __forceinline__ void put(u32 to, const TensorMap *map, const i32 (&at)[5], u32 full,
                                       u16 blocks) const {
     if (blocks) {
-      tma_load5_to(to, map, at, full, blocks, kEvictNormal);
+      tma_load5_to(to, map, at, full, blocks, kEvictFirst);
     } else {
       tma_load5(to, map, at, full, kEvictFirst);
     }
