@@ -1,73 +1,24 @@
 // The ends of segments: states of warps, then of spans, then the result.
-//
-// A segment that one span has whole is final. Of a split one every span leaves a normalised output
-// and its state (largest score to base 2, sum of weights) in a slot of its own: 2c where span c
-// begins inside of the segment, else 2c + 1. The last to arrive merge the slots in the order of the
-// keys. A log-sum-exp instead of the state would be rounded once more.
-//
-// Where every span is one piece of one of several equal segments, they merge without a counter: the
-// last spans of a segment wait for the words themselves, in memory that is 0 until they come. That
-// saves a fence and a way to the L2 cache and back.
 #pragma once
 
 #include "arch/tma_sm90.cuh"
-#include "block/decode_rows.cuh"
-#include "block/epilogue.cuh"
-#include "block/spans.cuh"
+#include "mainloop/span_merge.cuh"
 
 // A word that is never 0, for memory where 0 says that none came. NaN stays NaN.
 __device__ __forceinline__ u32 posted(float value) { return ~min(__float_as_uint(value), ~1u); }
 __device__ __forceinline__ float received(u32 word) { return __uint_as_float(~word); }
 
-// What a span has of a segment; tiles of the line.
-struct Piece {
-  Request request;
-  int unit;
-  int row_begin, row_end;
-  int first, last;  // of the segment
-  int start, end;   // of the piece
-  int first_key;    // of the segment
-  int chunk, chunks;
-
-  // From tile `at` on, of a span up to tile `span_end`, where tile `line` is the request's first.
-  __device__ __forceinline__ void begin(const AttentionParams &p, const DecodeParams &d,
-                                        const RequestWork &w, int line, int at, int span_end) {
-    const int segment = (at - line) / w.tiles;
-    request = w.request;
-    const int block = w.chunks == 1 ? segment : over_rare(segment, w.chunks);
-    chunks = w.chunks;
-    chunk = segment - block * chunks;
-    unit = w.row_blocks == 1 ? block : over_rare(block, w.row_blocks);
-    row_begin = (block - unit * w.row_blocks) * d.row_block;
-    row_end = min(w.request.q_len * p.group, row_begin + d.row_block);
-    first = line + segment * w.tiles;
-    last = first + w.tiles;
-    start = at;
-    end = min(last, span_end);
-    first_key = (w.first_tile + chunk * w.tiles) << d.tile_shift;
-  }
-
-  // Of all keys of its rows.
-  __device__ __forceinline__ bool whole() const {
-    return start == first && end == last && chunks == 1;
-  }
-};
-
 template <class V>
-class DecodeMerge {
+class DecodeMerge : public SpanMerge<V::kWarps> {
+  using Base = SpanMerge<V::kWarps>;
+  using Base::d, Base::kAll, Base::kPad, Base::kWide, Base::lse_of, Base::mail_state;
+  using Base::mail_values, Base::merge_spans, Base::p, Base::partial_row, Base::piece_block;
+  using Base::states_, Base::store_final, Base::values_;
   static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16, kWarps = V::kWarps;
-  static constexpr int kWarpsShift = kWarps == 8 ? 3 : 2;
-  static constexpr int kPad = 4;          // floats, against bank conflicts
-  static constexpr int kWide = 128 + kPad;
-  static constexpr int kAtOnce = 16;      // partial rows that are asked for together
-  static constexpr u32 kAll = 0xffffffffu;
 
  public:
   __device__ __forceinline__ DecodeMerge(const AttentionParams &p, const DecodeParams &d, char *at)
-      : p(p), d(d), values_(reinterpret_cast<float *>(at)) {
-    const int floats = kWarps * max(kWide, d.row_block * ((1 << d.column_shift) + kPad));
-    states_ = reinterpret_cast<float2 *>(values_ + floats);
-  }
+      : Base(p, d, reinterpret_cast<float *>(at), states_of(d, at)) {}
 
   __device__ __forceinline__ u64 *barriers() const {
     return reinterpret_cast<u64 *>(states_ + kWarps * 8 * kRowTiles);
@@ -79,23 +30,6 @@ class DecodeMerge {
 
   // A value of no use, that has to be made all the same.
   __device__ __forceinline__ void keep(u32 value) const { *values_ = __uint_as_float(value); }
-
-  // Rows of requests without keys, dealt to all blocks.
-  __device__ __forceinline__ void write_empty(const i32 *prefix, int cta) const {
-    const int lane = threadIdx.x % 32, grid = gridDim.x;
-#pragma unroll 1
-    for (int first = cta; first < p.batch; first += 32 * grid) {
-      const int mine = first + lane * grid;
-      const bool none = mine < p.batch && prefix[mine] == prefix[mine + 1];
-      u32 found = __ballot_sync(kAll, none);
-      while (found) {
-        const int request = first + (__ffs(found) - 1) * grid;
-        found &= found - 1;
-        const RequestWork w = request_work(p, d, request);
-        if (w.segments) write_nothing(w.request);
-      }
-    }
-  }
 
   // The end of a piece; `any`: this warp had tiles of it. All threads of the block.
   __device__ __forceinline__ void finish(const Spans &spans, const Piece &piece, int cta, bool any,
@@ -122,13 +56,14 @@ class DecodeMerge {
       merge_warps(piece, slot, column, mailed);
       __syncthreads();
     }
-    if (!piece.whole()) merge_spans(spans, piece, cta, mailed);
+    if (!piece.whole()) merge_spans(spans, piece, cta, mailed, scratch());
   }
 
  private:
-  // Which of the (request, unit) pairs, where there are chunks; they have one row block.
-  __device__ __forceinline__ int piece_block(const Piece &piece) const {
-    return piece.request.index * d.units + piece.unit;
+  // After the values of all rows of all warps.
+  __device__ __forceinline__ static float2 *states_of(const DecodeParams &d, char *at) {
+    const int floats = kWarps * max(kWide, d.row_block * ((1 << d.column_shift) + kPad));
+    return reinterpret_cast<float2 *>(reinterpret_cast<float *>(at) + floats);
   }
 
   __device__ __forceinline__ void put_columns(const DecodeState<V> &state, int rows,
@@ -202,242 +137,4 @@ class DecodeMerge {
       }
     }
   }
-
-  __device__ __forceinline__ static float lse_of(float shift, float sum) {
-    return sum == 0.f ? -infinity() : fmaf(shift, kLn2, logf(sum));
-  }
-
-  __device__ __forceinline__ u32 partial_row(u32 slot, u32 row) const {
-    return slot * (d.row_block << d.unit_shift) + row;
-  }
-
-  __device__ __forceinline__ uint4 *mail_values(u32 row, int column) const {
-    return reinterpret_cast<uint4 *>(d.mail + static_cast<u64>(row) * p.head_dim_v + column);
-  }
-  __device__ __forceinline__ uint2 *mail_state(u32 row) const {
-    const u64 rows = partial_row(d.spans, 0);
-    return reinterpret_cast<uint2 *>(d.mail + rows * p.head_dim_v) + row;
-  }
-
-  __device__ __forceinline__ void store_four(char *to, const float (&value)[4]) const {
-    if (d.out_wide) {
-      uint2 both;
-      both.x = p.out_type == kFp16 ? pack_fp16(value[0], value[1]) : pack_bf16(value[0], value[1]);
-      both.y = p.out_type == kFp16 ? pack_fp16(value[2], value[3]) : pack_bf16(value[2], value[3]);
-      *reinterpret_cast<uint2 *>(to) = both;
-    } else {
-      store_pair(p, to, value[0], value[1]);
-      store_pair(p, to + 4, value[2], value[3]);
-    }
-  }
-
-  // Four columns of the result, and with the first ones the log-sum-exp.
-  __device__ __forceinline__ void store_final(const Piece &piece, int side, int row, int column,
-                                              float (&value)[4], float lse) const {
-    const int in_request = token_of(d, piece.row_begin + row);
-    const int head = ((piece.unit << d.unit_shift) + side) * p.group + piece.row_begin + row -
-                     in_request * p.group;
-    const i64 token = static_cast<i64>(piece.request.q_begin) + in_request;
-    if (p.sink) {
-      const float2 found = with_sink(lse, load_sink(p, head));
-#pragma unroll
-      for (int e = 0; e < 4; ++e) value[e] *= found.x;
-      lse = found.y;
-    }
-    store_four(p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, value);
-    if (column == 0) store_lse(p, token, head, lse);
-  }
-
-  // The weight of the keys, and the log-sum-exp of all. Rare enough to be one function.
-  __device__ __noinline__ static float2 with_sink(float lse, float sink) {
-    StateSum state(fmaxf(lse, sink));
-    const float part = state.add(lse);
-    state.add(sink);
-    return {state.weight(part), state.lse()};
-  }
-
-  __device__ __forceinline__ void write_nothing(const Request &request) const {
-    const int quads = p.head_dim_v / 4;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < request.q_len * p.heads_q * quads; i += V::kThreads) {
-      const int row = i / quads, column = (i - row * quads) * 4;
-      const int in_request = row / p.heads_q, head = row - in_request * p.heads_q;
-      const i64 token = static_cast<i64>(request.q_begin) + in_request;
-      const float zero[4] = {};
-      store_four(p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, zero);
-      if (column == 0) store_lse(p, token, head, p.sink ? load_sink(p, head) : -infinity());
-    }
-  }
-
-  // ---- split segments
-
-  __device__ __forceinline__ void merge_spans(const Spans &spans, const Piece &piece, int cta,
-                                              bool mailed) const {
-    int first = piece_block(piece), count = piece.chunks;
-    if (count == 1) spans.owners(piece.first, piece.last, first, count);
-    const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
-    // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
-    // the grid is no larger than what runs at the same time. Not for chunks, of which a block may
-    // have several: it would wait for itself. By mail the last blocks of a segment do, as blocks
-    // start in their order: the others are over or run whatever else the GPU does.
-    const bool shared = piece.chunks == 1 && all_rows > 1 && count * all_rows > 32 * kWarps &&
-                        count >= 4 * all_rows;
-    const int helpers = shared ? all_rows : 1;
-    if (mailed) {
-      if (threadIdx.x == 0) *scratch() = cta - first + helpers - count;
-    } else if (threadIdx.x == 0) {
-      u32 *const counter = d.arrivals + first;
-      const int before = static_cast<int>(arrive_and_wrap(counter, count - 1));
-      const int turn = before + helpers - count;
-      if (turn >= 0 && before != count - 1) {
-        while (load_acquire(counter) != 0) {
-        }
-      }
-      *scratch() = turn;
-    }
-    __syncthreads();
-    const int turn = *scratch();
-    if (turn < 0) return;
-    const int warp = threadIdx.x / 32;
-    // Warps a row: a power of two. With several, every warp takes one row and meets the others.
-    const int split = 32 - __clz(all_rows - 1);  // log2 of the rows, rounded up
-    const int each_shift = shared ? kWarpsShift : max(0, kWarpsShift - split);
-    int row = shared ? turn : warp >> each_shift;
-    do {
-      merge_row(piece, first, count, row, row < all_rows, each_shift, mailed);
-      row += kWarps;
-    } while (each_shift == 0 && row < all_rows);
-    __syncthreads();
-  }
-
-  // Where the parts of a row lie: values, and what there is of their weights.
-  struct Parts {
-    const u32 *values;
-    const uint2 *states;
-    u32 flip;  // what a word is combined with, of mail
-    u32 opening, step, later;  // rows; the first span's slot may be its second one, so much later
-
-    __device__ __forceinline__ u32 row_of(int part) const {
-      return opening + part * step + (part == 0 ? later : 0);
-    }
-    __device__ __forceinline__ float value(u32 word) const { return __uint_as_float(word ^ flip); }
-  };
-
-  __device__ __forceinline__ Parts parts_of(const Piece &piece, int first, int row,
-                                            bool mailed) const {
-    const u32 rows = d.row_block << d.unit_shift;
-    if (mailed) return {d.mail, mail_state(0), ~0u, partial_row(first, row), rows, 0};
-    const auto values = reinterpret_cast<const u32 *>(d.partial_out);
-    const auto states = reinterpret_cast<const uint2 *>(d.partial_state);
-    if (piece.chunks > 1) return {values, states, 0, partial_row(first * d.chunks, row), rows, 0};
-    return {values, states, 0, partial_row(2 * first, row), 2 * rows, rows};
-  }
-
-  // Sums of every each-th slot of one row, from the warp's own on; then, by barriers, of its warps.
-  __device__ __forceinline__ void merge_row(const Piece &piece, int first, int count, int all_row,
-                                            bool valid, int each_shift, bool mailed) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int each = 1 << each_shift, sub = warp & (each - 1);
-    const int side = all_row & ((1 << d.unit_shift) - 1), row = all_row >> d.unit_shift;
-    const Parts parts = parts_of(piece, first, side * d.row_block + row, mailed);
-    const int mine = valid ? (count - sub + each - 1) >> each_shift : 0;
-    float shift = 0.f;
-#pragma unroll 1
-    for (int base = 0; base < p.head_dim_v; base += 128) {
-      const int column = base + lane * 4, from = column < p.head_dim_v ? column : 0;
-      float acc[4] = {}, sum = 0.f;
-#pragma unroll 1
-      for (int part = 0; part < mine; part += kAtOnce) {
-        // Asked for before their weights are known: one way to the L2 cache, not three.
-        uint4 v[kAtOnce];
-        uint2 state;
-        bool missing;
-        do {
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const u64 at = parts.row_of(sub + min(part + i, mine - 1) * each);
-            v[i] = load_relaxed(
-                reinterpret_cast<const uint4 *>(parts.values + at * p.head_dim_v + from));
-          }
-          state = {__float_as_uint(-infinity()) ^ parts.flip, parts.flip};
-          missing = false;
-          if (lane < kAtOnce && part + lane < mine) {
-            state = load_relaxed(parts.states + parts.row_of(sub + (part + lane) * each));
-            missing = state.x == 0 || state.y == 0;
-          }
-          if (base == 0 && part == 0) shift = largest_score(count, parts, missing);
-          if (!mailed) break;
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            missing |= v[i].x == 0 || v[i].y == 0 || v[i].z == 0 || v[i].w == 0;
-          }
-        } while (__any_sync(kAll, missing));
-        const float weight = exp2_approx(parts.value(state.x) - shift) * parts.value(state.y);
-        sum += weight;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const float w = __shfl_sync(kAll, weight, i);
-          acc[0] += w * parts.value(v[i].x), acc[1] += w * parts.value(v[i].y);
-          acc[2] += w * parts.value(v[i].z), acc[3] += w * parts.value(v[i].w);
-        }
-#pragma unroll 1
-        for (int i = part; mailed && column == from && i < min(mine, part + kAtOnce); ++i) {
-          store_relaxed(mail_values(parts.row_of(sub + i * each), column), uint4{});
-        }
-      }
-#pragma unroll
-      for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(kAll, sum, mask);
-      if (each > 1) {
-        if (base) __syncthreads();  // the sums of the columns before have been read
-        *reinterpret_cast<float4 *>(values_ + warp * kWide + lane * 4) =
-            make_float4(acc[0], acc[1], acc[2], acc[3]);
-        if (lane == 0) states_[warp].y = sum;
-        __syncthreads();
-        if (sub) continue;
-        for (int w = 1; w < each; ++w) {
-          const float4 v =
-              *reinterpret_cast<const float4 *>(values_ + (warp + w) * kWide + lane * 4);
-          acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w;
-          sum += states_[warp + w].y;
-        }
-      }
-      if (!valid || column >= p.head_dim_v) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : __fdividef(acc[e], sum);
-      store_final(piece, side, row, column, acc, lse_of(shift, sum));
-    }
-    // All warps of the row have read them.
-#pragma unroll 1
-    for (int part = lane; mailed && part < mine; part += 32) {
-      store_relaxed(mail_state(parts.row_of(sub + part * each)), uint2{});
-    }
-  }
-
-  // Of all parts of a row; `missing`: one has not come.
-  __device__ __forceinline__ float largest_score(int count, const Parts &parts,
-                                                 bool &missing) const {
-    constexpr int kEach = kMostPieces / 32;
-    float top = -infinity();
-#pragma unroll 1
-    for (int part = threadIdx.x % 32; part < count; part += 32 * kEach) {
-      uint2 state[kEach];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        state[i] = load_relaxed(parts.states + parts.row_of(min(part + 32 * i, count - 1)));
-      }
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        missing |= state[i].x == 0;
-        top = fmaxf(top, parts.value(state[i].x));
-      }
-    }
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
-    return top == -infinity() ? 0.f : top;
-  }
-
-  const AttentionParams &p;
-  const DecodeParams &d;
-  float *const values_;  // [warps][row_block][columns + kPad]
-  float2 *states_;       // [warps][rows] largest score and sum
 };

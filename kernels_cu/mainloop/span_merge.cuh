@@ -4,6 +4,10 @@
 // and its state (largest score to base 2, sum of weights) in a slot of its own: 2c where span c
 // begins inside of the segment, else 2c + 1. The last to arrive merge the slots in the order of the
 // keys. A log-sum-exp instead of the state would be rounded once more.
+//
+// Where every span is one piece of one of several equal segments, they merge without a counter: the
+// last spans of a segment wait for the words themselves, in memory that is 0 until they come. That
+// saves a fence and a way to the L2 cache and back.
 #pragma once
 
 #include "arch/memory_sm80.cuh"
@@ -47,13 +51,8 @@ struct Piece {
 
 template <int kWarps>
 class SpanMerge {
- protected:
-  static constexpr int kWarpsShift = kWarps == 8 ? 3 : 2;
-  static constexpr int kPad = 4;      // floats, against bank conflicts
-  static constexpr int kAtOnce = 16;  // partial rows that are asked for together
-  static constexpr u32 kAll = 0xffffffffu;
-
  public:
+  static constexpr int kPad = 4;  // floats, against bank conflicts
   static constexpr int kWide = 128 + kPad;
 
   // In shared memory: `values` [warps * kWide], `states` [warps].
@@ -78,21 +77,24 @@ class SpanMerge {
     }
   }
 
-  // The end of a piece that is not whole; `word` is one in shared memory. All threads of the
-  // block.
+  // The end of a piece that is not whole, of block `cta`; `word` is in shared memory. All threads
+  // of the block.
   template <class Cut>
-  __device__ __forceinline__ void merge_spans(const Cut &cut, const Piece &piece,
-                                              i32 *word) const {
+  __device__ __forceinline__ void merge_spans(const Cut &cut, const Piece &piece, int cta,
+                                              bool mailed, i32 *word) const {
     int first = piece_block(piece), count = piece.chunks;
     if (count == 1) cut.owners(piece.first, piece.last, first, count);
     const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
     // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
     // the grid is no larger than what runs at the same time. Not for chunks, of which a block may
-    // have several: it would wait for itself.
+    // have several: it would wait for itself. By mail the last blocks of a segment do, as blocks
+    // start in their order: the others are over or run whatever else the GPU does.
     const bool shared = piece.chunks == 1 && all_rows > 1 && count * all_rows > 32 * kWarps &&
                         count >= 4 * all_rows;
     const int helpers = shared ? all_rows : 1;
-    if (threadIdx.x == 0) {
+    if (mailed) {
+      if (threadIdx.x == 0) *word = cta - first + helpers - count;
+    } else if (threadIdx.x == 0) {
       u32 *const counter = d.arrivals + first;
       const int before = static_cast<int>(arrive_and_wrap(counter, count - 1));
       const int turn = before + helpers - count;
@@ -111,90 +113,17 @@ class SpanMerge {
     const int each_shift = shared ? kWarpsShift : max(0, kWarpsShift - split);
     int row = shared ? turn : warp >> each_shift;
     do {
-      merge_row(piece, first, count, row, row < all_rows, each_shift);
+      merge_row(piece, first, count, row, row < all_rows, each_shift, mailed);
       row += kWarps;
     } while (each_shift == 0 && row < all_rows);
     __syncthreads();
   }
 
-  // Sums of every each-th slot of one row, from the warp's own on; then, by barriers, of its warps.
-  __device__ __forceinline__ void merge_row(const Piece &piece, int first, int count, int all_row,
-                                            bool valid, int each_shift) const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int each = 1 << each_shift, sub = warp & (each - 1);
-    const int side = all_row & ((1 << d.unit_shift) - 1), row = all_row >> d.unit_shift;
-    // The first span's slot is its second one; chunks have one each.
-    const bool by_chunk = piece.chunks > 1;
-    const i64 slot_rows = d.row_block << d.unit_shift;
-    const i64 step = by_chunk ? slot_rows : 2 * slot_rows, back = by_chunk ? 0 : slot_rows;
-    const i64 opening =
-        partial_row(by_chunk ? first * d.chunks : 2 * first + 1, side * d.row_block + row);
-    const auto row_of = [&](int part) { return opening + (part == 0 ? 0 : part * step - back); };
-    const int mine = valid ? (count - sub + each - 1) >> each_shift : 0;
-    float shift = 0.f;
-#pragma unroll 1
-    for (int base = 0; base < p.head_dim_v; base += 128) {
-      const int column = base + lane * 4, from = column < p.head_dim_v ? column : 0;
-      float acc[4] = {}, sum = 0.f;
-#pragma unroll 1
-      for (int part = 0; part < mine; part += kAtOnce) {
-        // Asked for before their weights are known: one way to the L2 cache, not three.
-        float4 v[kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int at = sub + min(part + i, mine - 1) * each;
-          v[i] = load_from_l2(
-              reinterpret_cast<const float4 *>(d.partial_out + row_of(at) * p.head_dim_v + from));
-        }
-        float2 state = {-infinity(), 0.f};
-        if (lane < kAtOnce && part + lane < mine) {
-          state = load_from_l2(d.partial_state + row_of(sub + (part + lane) * each));
-        }
-        if (base == 0 && part == 0) shift = largest_score(count, row_of);
-        const float weight = exp2_approx(state.x - shift) * state.y;
-        sum += weight;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const float w = __shfl_sync(kAll, weight, i);
-          acc[0] += w * v[i].x, acc[1] += w * v[i].y, acc[2] += w * v[i].z, acc[3] += w * v[i].w;
-        }
-      }
-#pragma unroll
-      for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(kAll, sum, mask);
-      if (each > 1) {
-        if (base) __syncthreads();  // the sums of the columns before have been read
-        *reinterpret_cast<float4 *>(values_ + warp * kWide + lane * 4) =
-            make_float4(acc[0], acc[1], acc[2], acc[3]);
-        if (lane == 0) states_[warp].y = sum;
-        __syncthreads();
-        if (sub) continue;
-        for (int w = 1; w < each; ++w) {
-          const float4 v =
-              *reinterpret_cast<const float4 *>(values_ + (warp + w) * kWide + lane * 4);
-          acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w;
-          sum += states_[warp + w].y;
-        }
-      }
-      if (!valid || column >= p.head_dim_v) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : __fdividef(acc[e], sum);
-      store_final(piece, side, row, column, acc, lse_of(shift, sum));
-    }
-  }
-
-  template <class RowOf>
-  __device__ __forceinline__ float largest_score(int count, const RowOf &row_of) const {
-    float top = -infinity();
-#pragma unroll 1
-    for (int part = threadIdx.x % 32; part < count; part += 32) {
-      top = fmaxf(top, load_from_l2(d.partial_state + row_of(part)).x);
-    }
-#pragma unroll
-    for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
-    return top == -infinity() ? 0.f : top;
-  }
-
  protected:
+  static constexpr int kWarpsShift = kWarps == 8 ? 3 : 2;
+  static constexpr int kAtOnce = 16;  // partial rows that are asked for together
+  static constexpr u32 kAll = 0xffffffffu;
+
   // Which of the (request, unit) pairs, where there are chunks; they have one row block.
   __device__ __forceinline__ int piece_block(const Piece &piece) const {
     return piece.request.index * d.units + piece.unit;
@@ -204,8 +133,16 @@ class SpanMerge {
     return sum == 0.f ? -infinity() : fmaf(shift, kLn2, logf(sum));
   }
 
-  __device__ __forceinline__ i64 partial_row(int slot, int row) const {
-    return static_cast<i64>(slot) * (d.row_block << d.unit_shift) + row;
+  __device__ __forceinline__ u32 partial_row(u32 slot, u32 row) const {
+    return slot * (d.row_block << d.unit_shift) + row;
+  }
+
+  __device__ __forceinline__ uint4 *mail_values(u32 row, int column) const {
+    return reinterpret_cast<uint4 *>(d.mail + static_cast<u64>(row) * p.head_dim_v + column);
+  }
+  __device__ __forceinline__ uint2 *mail_state(u32 row) const {
+    const u64 rows = partial_row(d.spans, 0);
+    return reinterpret_cast<uint2 *>(d.mail + rows * p.head_dim_v) + row;
   }
 
   __device__ __forceinline__ void store_four(char *to, const float (&value)[4]) const {
@@ -256,6 +193,132 @@ class SpanMerge {
       store_four(p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2, zero);
       if (column == 0) store_lse(p, token, head, p.sink ? load_sink(p, head) : -infinity());
     }
+  }
+
+  // Where the parts of a row lie: values, and what there is of their weights.
+  struct Parts {
+    const u32 *values;
+    const uint2 *states;
+    u32 flip;  // what a word is combined with, of mail
+    u32 opening, step, later;  // rows; the first span's slot may be its second one, so much later
+
+    __device__ __forceinline__ u32 row_of(int part) const {
+      return opening + part * step + (part == 0 ? later : 0);
+    }
+    __device__ __forceinline__ float value(u32 word) const { return __uint_as_float(word ^ flip); }
+  };
+
+  __device__ __forceinline__ Parts parts_of(const Piece &piece, int first, int row,
+                                            bool mailed) const {
+    const u32 rows = d.row_block << d.unit_shift;
+    if (mailed) return {d.mail, mail_state(0), ~0u, partial_row(first, row), rows, 0};
+    const auto values = reinterpret_cast<const u32 *>(d.partial_out);
+    const auto states = reinterpret_cast<const uint2 *>(d.partial_state);
+    if (piece.chunks > 1) return {values, states, 0, partial_row(first * d.chunks, row), rows, 0};
+    return {values, states, 0, partial_row(2 * first, row), 2 * rows, rows};
+  }
+
+  // Sums of every each-th slot of one row, from the warp's own on; then, by barriers, of its warps.
+  __device__ __forceinline__ void merge_row(const Piece &piece, int first, int count, int all_row,
+                                            bool valid, int each_shift, bool mailed) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int each = 1 << each_shift, sub = warp & (each - 1);
+    const int side = all_row & ((1 << d.unit_shift) - 1), row = all_row >> d.unit_shift;
+    const Parts parts = parts_of(piece, first, side * d.row_block + row, mailed);
+    const int mine = valid ? (count - sub + each - 1) >> each_shift : 0;
+    float shift = 0.f;
+#pragma unroll 1
+    for (int base = 0; base < p.head_dim_v; base += 128) {
+      const int column = base + lane * 4, from = column < p.head_dim_v ? column : 0;
+      float acc[4] = {}, sum = 0.f;
+#pragma unroll 1
+      for (int part = 0; part < mine; part += kAtOnce) {
+        // Asked for before their weights are known: one way to the L2 cache, not three.
+        uint4 v[kAtOnce];
+        uint2 state;
+        bool missing;
+        do {
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            const u64 at = parts.row_of(sub + min(part + i, mine - 1) * each);
+            v[i] = load_relaxed(
+                reinterpret_cast<const uint4 *>(parts.values + at * p.head_dim_v + from));
+          }
+          state = {__float_as_uint(-infinity()) ^ parts.flip, parts.flip};
+          missing = false;
+          if (lane < kAtOnce && part + lane < mine) {
+            state = load_relaxed(parts.states + parts.row_of(sub + (part + lane) * each));
+            missing = state.x == 0 || state.y == 0;
+          }
+          if (base == 0 && part == 0) shift = largest_score(count, parts, missing);
+          if (!mailed) break;
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) {
+            missing |= v[i].x == 0 || v[i].y == 0 || v[i].z == 0 || v[i].w == 0;
+          }
+        } while (__any_sync(kAll, missing));
+        const float weight = exp2_approx(parts.value(state.x) - shift) * parts.value(state.y);
+        sum += weight;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const float w = __shfl_sync(kAll, weight, i);
+          acc[0] += w * parts.value(v[i].x), acc[1] += w * parts.value(v[i].y);
+          acc[2] += w * parts.value(v[i].z), acc[3] += w * parts.value(v[i].w);
+        }
+#pragma unroll 1
+        for (int i = part; mailed && column == from && i < min(mine, part + kAtOnce); ++i) {
+          store_relaxed(mail_values(parts.row_of(sub + i * each), column), uint4{});
+        }
+      }
+#pragma unroll
+      for (int mask = 16; mask; mask /= 2) sum += __shfl_xor_sync(kAll, sum, mask);
+      if (each > 1) {
+        if (base) __syncthreads();  // the sums of the columns before have been read
+        *reinterpret_cast<float4 *>(values_ + warp * kWide + lane * 4) =
+            make_float4(acc[0], acc[1], acc[2], acc[3]);
+        if (lane == 0) states_[warp].y = sum;
+        __syncthreads();
+        if (sub) continue;
+        for (int w = 1; w < each; ++w) {
+          const float4 v =
+              *reinterpret_cast<const float4 *>(values_ + (warp + w) * kWide + lane * 4);
+          acc[0] += v.x, acc[1] += v.y, acc[2] += v.z, acc[3] += v.w;
+          sum += states_[warp + w].y;
+        }
+      }
+      if (!valid || column >= p.head_dim_v) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : __fdividef(acc[e], sum);
+      store_final(piece, side, row, column, acc, lse_of(shift, sum));
+    }
+    // All warps of the row have read them.
+#pragma unroll 1
+    for (int part = lane; mailed && part < mine; part += 32) {
+      store_relaxed(mail_state(parts.row_of(sub + part * each)), uint2{});
+    }
+  }
+
+  // Of all parts of a row; `missing`: one has not come.
+  __device__ __forceinline__ float largest_score(int count, const Parts &parts,
+                                                 bool &missing) const {
+    constexpr int kEach = kMostPieces / 32;
+    float top = -infinity();
+#pragma unroll 1
+    for (int part = threadIdx.x % 32; part < count; part += 32 * kEach) {
+      uint2 state[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        state[i] = load_relaxed(parts.states + parts.row_of(min(part + 32 * i, count - 1)));
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        missing |= state[i].x == 0;
+        top = fmaxf(top, parts.value(state[i].x));
+      }
+    }
+#pragma unroll
+    for (int mask = 16; mask; mask /= 2) top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
+    return top == -infinity() ? 0.f : top;
   }
 
   const AttentionParams &p;
