@@ -6,10 +6,21 @@
 #include "core/attention_params.cuh"
 #include "core/prefill_params.cuh"
 #include "mainloop/fwd_sm90_fp8.cuh"
+#include "mainloop/fwd_sm90_fp8_serial.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 static_assert(sizeof(PrefillParams) == Fp8Variant::kParamsBytes,
               "PrefillParams differs from the host's layout");
+
+template <class V>
+__device__ __forceinline__ void compute(const AttentionParams &p, const PrefillParams &x,
+                                        const Fp8Shared<V> &shared, int warpgroup) {
+  if constexpr (V::kColumns > 0) {
+    Fp8Serial<V>(p, x, shared, warpgroup).run();
+  } else {
+    Fp8Compute<V>(p, x, shared, warpgroup).run();
+  }
+}
 
 extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ PrefillParams x,
@@ -36,7 +47,6 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
     }
   } else {
     take_registers<232>();
-    Fp8Compute<Fp8Variant> compute(p, x, shared, warpgroup - 1);
-    compute.run();
+    compute<Fp8Variant>(p, x, shared, warpgroup - 1);
   }
 }

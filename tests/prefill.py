@@ -62,7 +62,7 @@ def prefill_cases(draw, most_requests=3, **fixed):
 def fp8_cases(draw, most_requests=3, **fixed):
     """Cases that the kernel takes: q, k and v in e4m3, pages from 16, rows at multiples of 16."""
     lengths = _lengths(most_requests, (16, 64, 128, 256), 33)
-    case = draw(_cases(lengths, st.sampled_from([64, 128, 16, 80, 96]), **fixed))
+    case = draw(_cases(lengths, st.sampled_from([64, 128, 16, 80, 96, 256, 160]), **fixed))
     return case.replace(q_type="e4m3", kv_type="e4m3")
 
 

@@ -38,7 +38,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "one_hot"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", CASES)
 def test_long_requests(name, head_dim, pattern):
     import cupy

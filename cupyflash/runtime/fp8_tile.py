@@ -34,6 +34,8 @@ class Fp8Tile:
         Buffers of queries, keys, values as they are stored, and transposed values.
     flush : int
         Key tiles after which the output is added up in float32; 0 = never.
+    columns : int
+        Of the output at a time, one thing after the other; 0 = all, beside the next scores.
     """
 
     head_dim: int
@@ -43,6 +45,7 @@ class Fp8Tile:
     value_stages: int = 2
     turned_stages: int = 2
     flush: int = 1
+    columns: int = 0
 
     @property
     def rows(self) -> int:
@@ -67,6 +70,7 @@ class Fp8Tile:
             name + ("_mod" if score_mod else ""),
             _ARCH,
             (
+                ("COLUMNS", self.columns),
                 ("FLUSH", self.flush),
                 ("FP8_PREFILL_NBYTES", params_nbytes),
                 ("HEAD_DIM", self.head_dim),
@@ -82,20 +86,24 @@ class Fp8Tile:
         )
 
 
-_TILES = (Fp8Tile(64, 128), Fp8Tile(128, 128))
+_NARROW = (Fp8Tile(64, 128), Fp8Tile(128, 128))
+_TILES = (*_NARROW, Fp8Tile(256, 128, query_stages=1, key_stages=2, columns=64))
+# Modified scores take registers.
+_MOD_TILES = (*_NARROW, Fp8Tile(256, 64, key_stages=2, columns=64))
 
 
 def fp8_variants(params_nbytes: int) -> Iterator[Variant]:
     """All that the 8-bit Hopper prefill can be asked for."""
-    for tile in _TILES:
-        for score_mod in (False, True):
+    for score_mod in (False, True):
+        for tile in _MOD_TILES if score_mod else _TILES:
             yield tile.variant(params_nbytes, score_mod)
 
 
 def fp8_tile(problem: AttentionProblem) -> Fp8Tile:
     """The narrowest bucket of a problem that is not refused."""
     largest = max(problem.head_dim, problem.head_dim_v)
-    return next(tile for tile in _TILES if largest <= tile.head_dim)
+    tiles = _MOD_TILES if problem.softcap > 0 or problem.has_alibi else _TILES
+    return next(tile for tile in tiles if largest <= tile.head_dim)
 
 
 def fp8_refusal(problem: AttentionProblem) -> str:

@@ -106,6 +106,7 @@ struct Fp8Variant {
   static constexpr int kValueStages = VALUE_STAGES;    // as they are stored
   static constexpr int kTurnedStages = TURNED_STAGES;  // transposed
   static constexpr int kFlush = FLUSH;  // key tiles after which O is added up in float32; 0: never
+  static constexpr int kColumns = COLUMNS;  // of O at a time; 0: all, beside the next scores
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = FP8_PREFILL_NBYTES;

@@ -100,19 +100,8 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
 
   // The first key tile of a tile, whose scores are there.
   __device__ __forceinline__ void fold_first(const PrefillTile &t) {
-    const int n = t.n_end - 1;
     begin_tile(t);
-    W::modify(t, n);
-    W::orient();
-    const bool masked = n >= t.mask_from || n < t.mask_below;
-    if (masked) W::mask(t, n);
-    float unused[2];
-    W::template fold_exact<true>(unused);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool more = masked && n > t.n_begin;
-      W::make_room(h, more ? static_cast<float>(kKeys) / max(1, W::seen_keys(t, n, h)) : 1.f);
-    }
+    W::fold_first(t);
   }
 
   // The scores of key tile n with the output of the one before. kExact: with mask and maximum.

@@ -9,6 +9,7 @@ constexpr int kTransposingWarps = 2;
 // What the warp that loads keys does without while it looks the next tile up.
 struct Parked {
   i32 n, loaded, number;
+  i32 again;  // going through the list of tiles that run again
 };
 
 // Transposed values are panels of kPanelKeys bytes a row, a row for each column of V, with the
@@ -20,6 +21,7 @@ struct Fp8Shared : AlignedShared {
   static constexpr int kValueStages = V::kValueStages, kTurnedStages = V::kTurnedStages;
   static constexpr int kKeys = V::kKeys, kDim = V::kHeadDim;
   static constexpr int kOperandStages = kTurnedStages;
+  static constexpr int kTiles = 8;  // that warps may still read: a power of two
   static constexpr int kPanels = (kDim + 127) / 128;
   static constexpr int kRowSteps = kDim / 32;  // of the product of queries and keys
   static constexpr int kPanelKeys = kKeys % 128 == 0 ? 128 : 64;
@@ -30,13 +32,14 @@ struct Fp8Shared : AlignedShared {
   static constexpr int kTurnedBytes = kKeys * kDim;
 
   struct Rest {
+    u64 tile_full[kTiles];
     u64 query_full[kQueryStages], query_empty[kQueryStages];
     u64 key_full[kKeyStages], key_empty[kKeyStages];
     u64 value_full[kValueStages], value_empty[kValueStages];
     u64 turned_full[kTurnedStages], turned_empty[kTurnedStages];
     u64 drained;
     i32 from[kValueStages], until[kValueStages];  // rows that count; from kStop: no more values
-    PrefillTile tile[kTilesKept];
+    PrefillTile tile[kTiles];
     RequestOrder order;
     Parked parked;
     i32 again;  // the first tile to run again
@@ -72,9 +75,10 @@ struct Fp8Shared : AlignedShared {
   // By one thread.
   __device__ __forceinline__ void init() const {
     Rest &r = rest();
+    for (int i = 0; i < kTiles; ++i) mbarrier_init(shared_address(&r.tile_full[i]), 1);
     for (int i = 0; i < kQueryStages; ++i) {
       mbarrier_init(shared_address(&r.query_full[i]), 1);
-      mbarrier_init(shared_address(&r.query_empty[i]), kComputeWarps + 1);  // and the values' warp
+      mbarrier_init(shared_address(&r.query_empty[i]), kComputeWarps);
     }
     for (int i = 0; i < kKeyStages; ++i) {
       mbarrier_init(shared_address(&r.key_full[i]), 1);
@@ -110,7 +114,7 @@ struct Fp8Loader : BoxLoader<V, 128> {
       : Boxes(p, x, maps), shared(shared) {}
 
   __device__ __forceinline__ PrefillTile &tile(int number) const {
-    return shared.rest().tile[number % kTilesKept];
+    return shared.rest().tile[number % S::kTiles];
   }
 
   // ---- queries and keys
@@ -122,7 +126,8 @@ struct Fp8Loader : BoxLoader<V, 128> {
     volatile Parked &parked = r.parked;
     int loaded = 0;  // key tiles
     int item = count_dealt() ? static_cast<int>(blockIdx.x) : claim();
-    bool again = false;  // going through the list of tiles that run again
+    if (lane == 0) parked.again = false;
+    __syncwarp();
     bool real = false;   // `number` is a tile, and no message
 #pragma unroll 1
     for (int number = -1;;) {
@@ -134,16 +139,18 @@ struct Fp8Loader : BoxLoader<V, 128> {
         // queries asked for while keys of this one are waited for.
         const int claim_at = real ? min(begin + 2, tile(number).n_end - 1) : 0;
         if (real) {
-          if (n == claim_at && !again) item = claim();
+          if (n == claim_at && !parked.again) item = claim();
           load_keys(tile(number), n, loaded++);
+          // One buffer of queries is free late: not before keys have been asked for.
+          if (S::kQueryStages == 1 && n == tile(number).n_end - 1) load_queries(number);
         }
         if (n == max(begin, claim_at - 1)) {
-          if (real && again) {
+          if (real && parked.again) {
             item = *reinterpret_cast<const volatile i32 *>(x.links + tile(number).item);
           }
           if (lane == 0) parked.n = n, parked.loaded = loaded, parked.number = number;
           __syncwarp();
-          found = seek(item, again, number + 1);
+          found = seek(item, parked.again, number + 1);
           n = parked.n, loaded = parked.loaded, number = parked.number;
           __syncwarp();
           if (S::kQueryStages > 1 && found) load_queries(number + 1);
@@ -152,14 +159,13 @@ struct Fp8Loader : BoxLoader<V, 128> {
       }
       ++number;
       real = found;
-      if (found) {
-        if (S::kQueryStages == 1) load_queries(number);
-        continue;
-      }
-      post(again ? kStop : kDrain, number);
-      if (again) return;
+      if (found) continue;
+      post(parked.again ? kStop : kDrain, number);
+      if (parked.again) return;
       mbarrier_wait(shared_address(&r.drained), 0);
-      again = true;
+      __syncwarp();
+      if (lane == 0) parked.again = true;
+      __syncwarp();
       item = r.again;
     }
   }
@@ -180,10 +186,18 @@ struct Fp8Loader : BoxLoader<V, 128> {
     const RequestOrder &order = shared.rest().order;
     if (!again) item = __shfl_sync(0xffffffffu, item, 0);
     while (again ? item != kNoLink : item < count_items(x, order)) {
-      if (locate_tile<V>(p, x, order, item, tile(number))) return true;
+      if (locate_tile<V>(p, x, order, item, tile(number))) {
+        if (lane == 0) announce(number);
+        return true;
+      }
       item = __shfl_sync(0xffffffffu, claim(), 0);
     }
     return false;
+  }
+
+  // By one lane: the values of the tile may be asked for.
+  __device__ __forceinline__ void announce(int number) const {
+    mbarrier_arrive(shared_address(&shared.rest().tile_full[number % S::kTiles]));
   }
 
   // The next item, in lane 0.
@@ -214,6 +228,7 @@ struct Fp8Loader : BoxLoader<V, 128> {
     wait_for_room(number);
     if (lane == 0) {
       tile(number).item = item;
+      announce(number);
       mbarrier_arrive(shared_address(&shared.rest().query_full[query_slot(number)]));
     }
     __syncwarp();
@@ -223,16 +238,12 @@ struct Fp8Loader : BoxLoader<V, 128> {
 
   __device__ __forceinline__ void run_values() const {
     typename S::Rest &r = shared.rest();
-    Ring<S::kQueryStages> q;
     Ring<S::kValueStages> v;
 #pragma unroll 1
     for (int number = 0;; ++number) {
-      mbarrier_wait(shared_address(&r.query_full[q.slot]), q.parity);
+      mbarrier_wait(shared_address(&r.tile_full[number % S::kTiles]), number / S::kTiles & 1);
       const PrefillTile &t = tile(number);
       const int item = t.item;
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(shared_address(&r.query_empty[q.slot]));
-      q.next();
       if (item == kStop) break;
       if (item == kDrain) continue;
       const int begin = t.n_begin;

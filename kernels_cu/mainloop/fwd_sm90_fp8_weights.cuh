@@ -6,7 +6,9 @@
 // is raised by powers of two until the row's sum is below 2^8; that leaves room for later tiles,
 // which keep c: no maximum, no shuffle. Their sums, which are needed anyway, bound each weight;
 // where one exceeds 448, c moves so that the row's largest weight is a power of two, exact in e4m3,
-// and the sum below 2^8 again. Only from a weight past 2^100 it does not: the sum is infinite then.
+// and the sum below 2^8 again. The bound is that largest weight itself where it is from 2^6 on, a
+// quarter of the row: a larger one would count much, and be rounded. Only from a weight past 2^100
+// it does not: the sum is infinite then.
 #pragma once
 
 #include "mainloop/fwd_sm90_rows.cuh"
@@ -25,6 +27,7 @@ struct Fp8Weights : TileRows<V::kKeys> {
   u32 weight[kKeys / 32][4];  // in 8 bits
   float scale;                // of scores, to base 2; of modified ones 1
   float natural;              // of scores
+  float most[2];              // that a lane's sum of a key tile may be in these rows
 
   using Rows::Rows;
 
@@ -97,6 +100,7 @@ struct Fp8Weights : TileRows<V::kKeys> {
       const float wanted = quad_max(top) * fabsf(scale) - kTop;
       const float next = kFirst ? wanted : fmaxf(c[h], wanted);
       grown |= !kFirst && next > c[h];
+      if (!V::kScoreMod && !kFirst && next > c[h]) allow(h, 0x1p8f);
       const float shift = next == -infinity() ? 0.f : next;
       factor[h] = kFirst ? 1.f : exp2_approx(c[h] - shift);
       c[h] = next;
@@ -106,6 +110,22 @@ struct Fp8Weights : TileRows<V::kKeys> {
     return !kFirst && __any_sync(0xffffffffu, grown);
   }
 
+  // The first key tile of a tile, whose scores are there.
+  __device__ __forceinline__ void fold_first(const PrefillTile &t) {
+    const int n = t.n_end - 1;
+    modify(t, n);
+    orient();
+    const bool masked = n >= t.mask_from || n < t.mask_below;
+    if (masked) mask(t, n);
+    float unused[2];
+    fold_exact<true>(unused);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const bool more = masked && n > t.n_begin;
+      make_room(h, more ? static_cast<float>(kKeys) / max(1, seen_keys(t, n, h)) : 1.f);
+    }
+  }
+
   // The sum of a row's first weights is brought below 2^8, as it will be for a key tile of which
   // the row sees all: `rarity` is the number of keys over those that it sees in this one.
   __device__ __forceinline__ void make_room(int h, float rarity) {
@@ -113,6 +133,7 @@ struct Fp8Weights : TileRows<V::kKeys> {
     const int exponent = static_cast<int>(__float_as_uint(all) >> 23 & 255) - 127;
     const int down = min(max(exponent - 7, 0), 16);
     c[h] += down;
+    allow(h, __uint_as_float(static_cast<u32>(127 + 8 - down) << 23));
     scale_row(h, __uint_as_float(static_cast<u32>(127 - down) << 23));
   }
 
@@ -140,7 +161,13 @@ struct Fp8Weights : TileRows<V::kKeys> {
   // none is beyond e4m3; once `kSettled` key tiles are behind it is also below that of all before,
   // so that a key that outweighs them is exact.
   __device__ __forceinline__ float largest_sum(int h, bool settled) const {
-    return settled ? fminf(fmaxf(sum[h], kSmallWeight), kLargestWeight) : kLargestWeight;
+    const float largest = V::kScoreMod ? kLargestWeight : most[h];
+    return settled ? fminf(fmaxf(sum[h], kSmallWeight), largest) : largest;
+  }
+
+  // Beside a largest weight that outweighs most of the row none may be larger and rounded.
+  __device__ __forceinline__ void allow(int h, float largest) {
+    most[h] = largest >= kSmallWeight ? largest : kLargestWeight;
   }
 
   // Moves the shift of rows in which a lane's sum is too large: the largest weight of the key tile
@@ -161,6 +188,7 @@ struct Fp8Weights : TileRows<V::kKeys> {
       const float to = floorf(7.f + size - log2f(all));
       factor[h] = over ? exp2_approx(to) * __fdividef(1.f, top) : 1.f;
       c[h] += over ? size - to : 0.f;
+      if (!V::kScoreMod && over) allow(h, exp2_approx(to));
       const float before = sum[h];
       sum[h] = added[h];
       scale_row(h, factor[h]);

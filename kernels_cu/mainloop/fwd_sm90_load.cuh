@@ -9,6 +9,7 @@ struct PrefillShared : AlignedShared {
   static constexpr ScalarType kType = V::kCompute;
   static constexpr int kQueryStages = V::kQueryStages, kStages = V::kStages, kKeys = V::kKeys;
   static constexpr int kKeyStages = kStages, kOperandStages = kStages;
+  static constexpr int kTiles = kTilesKept;
   static constexpr int kRowSteps = V::kHeadDim / 16;  // of the product of queries and keys
   static constexpr int kPanels = (V::kHeadDim + 63) / 64, kPanelsV = (V::kHeadDimV + 63) / 64;
   static constexpr int kTileRows = V::kTileRows, kComputeWarps = kTileRows / 16;

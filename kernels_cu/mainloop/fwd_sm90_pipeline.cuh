@@ -37,7 +37,7 @@ struct PrefillPipeline : Rows {
     return tile();
   }
   __device__ __forceinline__ PrefillTile &tile() const {
-    return shared.rest().tile[number % kTilesKept];
+    return shared.rest().tile[number % S::kTiles];
   }
   // After the wait for the products that read them.
   __device__ __forceinline__ void have_scores() {
