@@ -205,6 +205,31 @@ def test_what_the_kernel_does_not_take_is_served_all_the_same():
             assert not runs_decode()
 
 
+SPECIAL = {
+    "packed": {"page_size": None}, "page": {"page_size": 48}, "small page": {"page_size": 8},
+    "window": {"window_size": (20, 0)}, "soft cap": {"softcap": 20.0}, "ALiBi": {"alibi": "head"},
+    "sink": {"sink": True}, "head size": {"head_dim": 120}, "head size of v": {"head_dim_v": 64},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["plain", "right window", "8-bit cache", *SPECIAL])
+def test_plain_calls_have_kernels_of_their_own(name):
+    plain = PLAIN.replace(head_dim=128, page_size=16)
+    more = {"right window": {"window_size": (-1, 3)}, "8-bit cache": {"kv_type": "e4m3"}}
+    with emulated("sm_90"):
+        check(plain.replace(**{**SPECIAL, **more}.get(name, {})))
+        assert names()[0].endswith("_plain") == (name not in SPECIAL)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 1}, {"num_splits": 3}, {"batch_invariant": True}]
+)
+def test_calls_that_are_cut_otherwise_are_not_plain(options):
+    with emulated("sm_90"):
+        check(PLAIN.replace(head_dim=128, page_size=16), **options)
+        assert not names()[0].endswith("_plain")
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-30])
 def test_scale_of_any_sign(scale):
     with emulated("sm_90"):
