@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -57,10 +58,10 @@ def cascade_attention(
 
     The shared blocks are read once for all queries, without a mask; each request's own keys
     causally; the two states are merged. On compute capability 9.0 this is one launch; elsewhere,
-    and where that kernel does not take a call, it is two and a merge. Where the prefix cannot be
-    shared (ALiBi or a window, which count from each request's own position, or descales that may
-    differ from request to request) each request attends to all of its keys in one pass, with the
-    same result.
+    and where that kernel does not take a call, it is two and a merge. Where two passes cannot share
+    the prefix (ALiBi or a window, which count from each request's own position, or descales that
+    may differ from request to request) each request attends to all of its keys in one pass, with
+    the same result.
 
     Parameters
     ----------
@@ -94,7 +95,7 @@ def cascade_attention(
         ``num_splits`` of every pass.
     fa_version : int or None
     prefix_scheduler_metadata, suffix_scheduler_metadata : SchedulerMetadata, optional
-        Of the two passes. Refused where the prefix cannot be shared. The first may be a
+        Of the two passes. Refused where two passes cannot share the prefix. The first may be a
         `PrefixSchedule` (or None), which spares the one launch its own.
     q_descale, k_descale, v_descale : array [batch, Hk] or [1], float32, or number, optional
         Shared where it is a number, [1], or has stride 0 over the batch.
@@ -168,12 +169,16 @@ def cascade_attention(
     if prefix_tree is not None:
         _by_tree(prefix_tree, whole, suffix_kv_lens, suffix_scheduler_metadata, schedule)
         return given
+    sharing = Sharing(common_keys=common_prefix_len, added_keys=common_prefix_len)
+    whole_call = {**whole, "seqused_k": suffix_kv_lens}
     if alibi_slopes is not None or sides != (-1, -1) or not all(map(_is_shared, scales.values())):
         if prefix_scheduler_metadata is not None or suffix_scheduler_metadata is not None:
             raise ValueError(
                 "scheduler metadata of two passes, but ALiBi, a window, or descales of each "
                 "request leave no prefix to share; drop both schedules"
             )
+        if _in_one(sharing, whole_call, (), schedule):
+            return given
         lengths = as_array(suffix_kv_lens, "suffix_kv_lens")
         with on_stream(lengths, stream, "lengths with the prefix"):
             lengths = lengths + np.int32(common_prefix_len)
@@ -191,8 +196,7 @@ def cascade_attention(
         "block_table": table[:, blocks:], "causal": True,
         "scheduler_metadata": suffix_scheduler_metadata, **own, **common,
     }  # fmt: skip
-    sharing = Sharing(common_keys=common_prefix_len, added_keys=common_prefix_len)
-    if not _in_one(sharing, {**whole, "seqused_k": suffix_kv_lens}, prefix, suffix, schedule):
+    if not _in_one(sharing, whole_call, (prefix, suffix), schedule):
         _two_levels(output, prefix, suffix, stream)
     return given
 
@@ -200,20 +204,20 @@ def cascade_attention(
 def _in_one(
     sharing: Sharing,
     whole: dict[str, Any],
-    prefix: dict[str, Any],
-    suffix: dict[str, Any],
+    passes: Sequence[dict[str, Any]],
     schedule: PrefixSchedule | None,
 ) -> bool:
-    """One launch for both levels, where there is a kernel for it; all three by their arguments."""
+    """One launch for both levels, where a kernel does it; ``passes`` are what it replaces."""
     call = describe_call(**whole)
     if call.on_host:
         return False
-    for one in (prefix, suffix):  # a schedule that is not needed must fit all the same
+    for one in passes:  # a schedule that is not needed must fit all the same
         if one["scheduler_metadata"] is not None:
             describe_call(**one)
     if env.check():
         check_values(call)
-        check_prefix_is_seen(describe_call(**suffix), sharing.common_keys)
+        if passes:
+            check_prefix_is_seen(describe_call(**passes[-1]), sharing.common_keys)
     return not attend_once(call, sharing, whole["fa_version"], whole["stream"], schedule)
 
 

@@ -48,11 +48,13 @@ def _needs(problem: AttentionProblem, plan: SharedPlan, sharing: Sharing) -> tup
         plan.sizes,
         plan.tile_rows,
         plan.row_block,
+        plan.row_blocks,
         plan.levels,
         problem.batch,
         problem.group_size,
         problem.num_splits,
         problem.window_right >= 0,
+        problem.window_left,
         sharing.common_keys,
         sharing.added_keys,
     )
@@ -74,6 +76,7 @@ def get_prefix_schedule(
     headdim_v: int | None = None,
     common_prefix_len: int = 0,
     prefix_tree: PrefixTree | None = None,
+    sliding_window: tuple[int, int] | None = None,
     num_splits: int = 0,
     out: Any = None,
     stream: Any = None,
@@ -93,7 +96,7 @@ def get_prefix_schedule(
     page_size : int
     headdim_v : int, optional
         `headdim` if None.
-    common_prefix_len, prefix_tree, num_splits
+    common_prefix_len, prefix_tree, sliding_window, num_splits
         As the calls will pass them.
     out : array [nbytes], uint8, optional
         The ``buffer`` of an earlier schedule, so that its address stays (CUDA graphs). New if None.
@@ -124,6 +127,7 @@ def get_prefix_schedule(
         dtype=qkv_dtype,
         page_size=page_size,
         causal=True,
+        window_size=sliding_window or (-1, -1),
         num_splits=num_splits,
     ).problem()
     check_lengths("suffix_kv_lens", spec_of(lengths), batch_size)

@@ -6,6 +6,7 @@
 #include "core/attention_params.cuh"
 #include "core/decode_params.cuh"
 #include "core/shared_params.cuh"
+#include "block/shared_schedule.cuh"
 #include "mainloop/shared_own_sm90.cuh"
 #include "mainloop/shared_tile_sm90.cuh"
 
@@ -17,7 +18,37 @@ static_assert(SharedScheduleVariant::kSharedBytes == sizeof(SharedParams),
 
 namespace {
 constexpr int kThreads = 512, kMergers = 32 * kMergeWarps;
+constexpr int kFirstOfRows = 160;  // thread of those that write rows of the schedule
+
+using Places = SharedPlaces<SharedVariant>;
+using Scratch = ScheduleScratch<kThreads>;
+// In front of the rings of own keys and behind the first block of shared ones, which are filled
+// while rows of the schedule are written.
+constexpr int kScratch = (Places::kRings - sizeof(Scratch)) / 16 * 16;
+static_assert(kScratch >= Places::kKeys + Places::kStageBytes, "");
+
+// What the schedule is made of should be near when it is.
+__device__ __forceinline__ void fetch_lengths(const AttentionParams &p, const SharedParams &s) {
+  const int at = blockIdx.x * 128, n = threadIdx.x - 32;
+  if (n < 0 || n > 3) return;
+  const void *const from = n == 0   ? static_cast<const void *>(s.order)
+                           : n == 1 ? static_cast<const void *>(s.tree)
+                           : n == 2 ? static_cast<const void *>(p.cu_seqlens_q)
+                                    : static_cast<const void *>(p.seqused_k);
+  if (from && at < p.batch * (n == 1 ? 8 * s.levels : 4)) {
+    prefetch_l2(static_cast<const char *>(from) + at);
+  }
 }
+
+// What the merge will look up: it comes from far, and the merge has nothing else to do meanwhile.
+__device__ __forceinline__ void fetch_rows(const AttentionParams &p, const SharedParams &s) {
+  const int rows = p.batch * s.most_tokens * p.heads_q, lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int row = blockIdx.x + lane * gridDim.x; row < rows; row += 32 * gridDim.x) {
+    prefetch_l2(s.rows + row);
+  }
+}
+}  // namespace
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ DecodeParams d,
@@ -28,6 +59,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
   using V = SharedVariant;
   using S = SharedPlaces<V>;
   const u32 base = shared_address(smem);
+  const bool inside = V::kInside && !s.ahead;  // else the code of the schedule is not even there
   if (threadIdx.x == 0) {
     for (int i = 0; i < V::kStages; ++i) {
       mbarrier_init(base + S::kKeyFull + 8 * i, 1), mbarrier_init(base + S::kValueFull + 8 * i, 1);
@@ -38,18 +70,37 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
       mbarrier_init(base + S::kOwnFull + 8 * i, 1);
     }
     mbarrier_init(base + S::kDone, kMergers), mbarrier_init(base + S::kOpen, 1);
-    mbarrier_init(base + S::kNever, 1);
+    mbarrier_init(base + S::kNever, 1), mbarrier_init(base + S::kRows, inside ? kThreads - kFirstOfRows : 1);
     mbarrier_init_fence();
+    if (!inside) mbarrier_arrive(base + S::kRows);
     prefetch_tensor_map(&own_k), prefetch_tensor_map(&own_v);
     prefetch_tensor_map(&shared_k), prefetch_tensor_map(&shared_v);
   }
   // The table is read after the schedule, and should be near by then.
   const int line = (blockIdx.x * kThreads + threadIdx.x) * 128;
   if (line < d.table_bytes) prefetch_l2(p.block_table + line);
+  if (inside) fetch_lengths(p, s);
   __syncthreads();
   wait_for_earlier_launches();
   let_later_launches_start();
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
+  SharedStarts starts{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + blockIdx.x};
+  if (inside) {
+    starts = {reinterpret_cast<OwnStart *>(smem + S::kOwnStarts),
+              reinterpret_cast<int4 *>(smem + S::kGroupStarts)};
+    const SharedSchedule<kThreads> schedule(
+        p, d, s, *reinterpret_cast<Scratch *>(smem + kScratch), gridDim.x);
+    schedule.starts(blockIdx.x, starts, false);
+    fence_async_proxy();
+    __syncthreads();
+    if (threadIdx.x >= kFirstOfRows) {
+      schedule.rows(blockIdx.x, threadIdx.x - kFirstOfRows, kThreads - kFirstOfRows);
+      fence_async_proxy();
+      mbarrier_arrive(base + S::kRows);
+    }
+  } else if (threadIdx.x / 32 == 5) {
+    fetch_rows(p, s);
+  }
   const auto again = [&] {  // a register of one role, not of all
     u32 found = base;
     asm volatile("" : "+r"(found));
@@ -57,14 +108,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
   };
   if (role == 1) {
     give_registers<24>();
-    if (threadIdx.x / 32 == 4) SharedLoads<V>{p, d, s, &shared_k, &shared_v, again()}.run();
+    if (threadIdx.x / 32 == 4) SharedLoads<V>{p, d, s, &shared_k, &shared_v, again()}.run(starts);
   } else if (role == 0) {
     take_registers<V::kOwnRegisters>();
-    OwnKeys<V> keys(p, d, s, &own_k, &own_v, again());
+    OwnKeys<V> keys(p, d, s, &own_k, &own_v, starts.own[threadIdx.x / 32], again());
     keys.run();
     SharedMerge<V>(p, d, s).run(keys.base(), threadIdx.x / 32, threadIdx.x / 32 == 0);
   } else {
     take_registers<V::kTileRegisters>();
-    SharedProducts<V>(p, d, s, again(), role - 2).run();
+    SharedProducts<V>(p, d, s, again(), role - 2).run(starts);
   }
 }

@@ -1,55 +1,67 @@
 // Groups of requests whose block tables begin alike, in levels: the tree of core/shared_params.cuh.
 //
-// A request's leader is the first one of its group whose next block is the same; the group of a
-// leader shares what all of it have in common, and is searched again from there on. CTAs take
-// requests in turn and meet after each level: the grid is no larger than what runs at the same
-// time.
+// Requests whose next block is the same are a group, its leader the first of them; what the group
+// shares ends where a member's blocks differ from the leader's, and is searched again from there
+// on. One cluster: its CTAs all know all groups, and compare different parts of the tables.
 
 #include "core/variant.cuh"
 #include "core/prefix_params.cuh"
-#include "arch/tma_sm90.cuh"
+#include "arch/cluster_sm90.cuh"
+#include "arch/mma_sm80.cuh"
 
 static_assert(params_agree<PrefixParams>(), "PrefixParams differs from the host's layout");
 
 namespace {
-constexpr int kThreads = 256, kNone = 0x7fffffff;
+constexpr int kThreads = 512, kCtas = 8, kWarps = kThreads / 32;
+constexpr int kMost = 1024, kEach = kMost / kThreads;  // requests; of a thread
+constexpr int kSlots = 2 * kMost, kNone = 0x7fffffff;
+constexpr int kChunk = 256, kAtOnce = kChunk / 32;  // columns that a warp compares; of a lane
 
-// What another CTA wrote before a barrier of the grid.
-__device__ __forceinline__ i32 load_fresh(const i32 *at) {
-  i32 value;
-  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
+struct Groups {
+  i32 blocks[kMost];  // that all queries of a request see
+  i32 next[kMost];    // the next block; -1: it is in no group any more
+  u16 leader[kMostLevels][kMost];
+  i32 count[kMostLevels][kMost], end[kMostLevels][kMost];  // of a leader; ends: of the first CTA
+  i32 slot[kSlots];  // a member of a group, in the end its leader
+};
+
+__device__ __forceinline__ u32 cta_rank() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
 }
 
-__device__ __forceinline__ void meet(u32 *counter) {
-  __syncthreads();
-  if (threadIdx.x == 0 && arrive_and_wrap(counter, gridDim.x - 1) != gridDim.x - 1) {
-    // All of them run at once; if they cannot, an error is better than a wait for ever.
-    for (int i = 0; load_acquire(counter) != 0; ++i) {
-      if (i > 1 << 24) asm volatile("trap;");
+class Search {
+ public:
+  __device__ __forceinline__ Search(const PrefixParams &p, Groups &x) : p(p), x(x) {}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int r = threadIdx.x + e * kThreads;
+      begin[e] = 0, before[e] = 0, alive[e] = r < p.batch;
+      if (alive[e]) x.blocks[r] = blocks(r);
+      for (int l = 0; l < kMostLevels; ++l) x.end[l][r] = kNone, x.count[l][r] = 0;
     }
+    cluster_sync();
+    int level = 0;
+    while (level < p.levels && look_for_groups(level)) {
+      compare(level);
+      cluster_sync();
+      go_on(level++);
+    }
+    for (int r = cta_rank() * kWarps + threadIdx.x / 32; r < p.batch; r += kCtas * kWarps) {
+      place(r, level);
+    }
+    cluster_sync();  // the first one's memory is read by the others
   }
-  __syncthreads();
-}
 
-// The least value of all threads; `shared` is kNone before and afterwards.
-__device__ __forceinline__ i32 least_of(i32 value, i32 *shared) {
-  value = __reduce_min_sync(0xffffffffu, value);
-  if (threadIdx.x % 32 == 0) atomicMin(shared, value);
-  __syncthreads();
-  const i32 found = *shared;
-  __syncthreads();
-  if (threadIdx.x == 0) *shared = kNone;
-  __syncthreads();
-  return found;
-}
-
-struct Search {
+ private:
   const PrefixParams &p;
-
-  __device__ __forceinline__ i32 *leaders(int level) const { return p.leaders + level * p.batch; }
-  __device__ __forceinline__ i32 *ends(int level) const { return p.ends + level * p.batch; }
-  __device__ __forceinline__ i32 *counts(int level) const { return p.counts + level * p.batch; }
+  Groups &x;
+  int begin[kEach], before[kEach];  // where a request's next level begins; its leader there
+  bool alive[kEach];
+  const int lane = threadIdx.x % 32;
 
   // Blocks without a token of this step, which all queries see.
   __device__ __forceinline__ int blocks(int r) const {
@@ -63,120 +75,134 @@ struct Search {
   __device__ __forceinline__ bool real(i32 block) const {
     return block >= 0 && block != p.null_block;
   }
+  __device__ __forceinline__ u32 end_of(int level, int leader) const {
+    return cluster_address(shared_address(&x.end[level][leader]), 0);
+  }
 
-  __device__ __forceinline__ void search(int level, int r, i32 *shared) const {
-    int before = 0, begin = 0;
-    bool alive = true;
-    if (level) {
-      before = load_fresh(leaders(level - 1) + r);
-      alive = load_fresh(counts(level - 1) + before) > 1;
-      begin = alive ? load_fresh(ends(level - 1) + before) : 0;
+  // Leaders and sizes of the groups of a level; whether there is one of two requests.
+  __device__ __forceinline__ bool look_for_groups(int level) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int r = threadIdx.x + e * kThreads;
+      alive[e] = alive[e] && x.blocks[r] > begin[e];
+      const i32 next = alive[e] ? row(r)[begin[e]] : -1;
+      alive[e] = alive[e] && real(next);
+      x.next[r] = alive[e] ? next : -1;
     }
-    const int last = blocks(r);
-    alive = alive && last > begin && real(row(r)[begin]);
-    i32 leader = r;
-    if (alive) {
-      for (int other = threadIdx.x; other < r; other += kThreads) {
-        if (level && load_fresh(leaders(level - 1) + other) != before) continue;
-        if (blocks(other) > begin && row(other)[begin] == row(r)[begin]) {
-          leader = min(leader, other);
-          break;
+    for (int i = threadIdx.x; i < kSlots; i += kThreads) x.slot[i] = kNone;
+    __syncthreads();
+    int slot[kEach];
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int r = threadIdx.x + e * kThreads;
+      if (!alive[e]) continue;
+#pragma unroll 1
+      for (int at = x.next[r] * 2654435761u >> 21;; at = (at + 1) % kSlots) {
+        const i32 other = atomicCAS(&x.slot[at], kNone, r);
+        if (other != kNone && (x.next[other] != x.next[r] ||
+                               leader_before(level, other) != before[e])) {
+          continue;
         }
+        atomicMin(&x.slot[at], r);
+        slot[e] = at;
+        break;
       }
     }
-    leader = least_of(leader, shared);
-    int end = last;
-    if (alive && leader != r) {
-      end = min(last, blocks(leader));
-      for (int i = begin + threadIdx.x; i < end; i += kThreads) {
-        if (row(r)[i] != row(leader)[i] || !real(row(r)[i])) {
-          end = i;
-          break;
-        }
-      }
-    } else if (alive) {
-      for (int i = begin + threadIdx.x; i < end; i += kThreads) {
-        if (!real(row(r)[i])) {
-          end = i;
-          break;
-        }
-      }
+    __syncthreads();
+    bool shared = false;
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int r = threadIdx.x + e * kThreads, leader = alive[e] ? x.slot[slot[e]] : r;
+      x.leader[level][r] = leader;
+      if (alive[e]) atomicAdd(&x.count[level][leader], 1);
+      shared = shared || leader != r;
     }
-    end = least_of(end, shared);
-    if (threadIdx.x == 0) {
-      leaders(level)[r] = leader;
-      if (alive) atomicMin(ends(level) + leader, end), atomicAdd(counts(level) + leader, 1);
+    return __syncthreads_or(shared);
+  }
+
+  __device__ __forceinline__ int leader_before(int level, int r) const {
+    return level ? x.leader[level ? level - 1 : 0][r] : 0;
+  }
+
+  // Where blocks of the members of groups cease to be the leader's.
+  __device__ __forceinline__ void compare(int level) const {
+    const int chunks = (p.columns + kChunk - 1) / kChunk;
+#pragma unroll 1
+    for (int n = cta_rank() * kWarps + threadIdx.x / 32; n < chunks * p.batch;
+         n += kCtas * kWarps) {
+      const int chunk = n / p.batch, r = n - chunk * p.batch, leader = x.leader[level][r];
+      if (x.next[r] < 0 || x.count[level][leader] < 2) continue;
+      const int last = min(x.blocks[r], x.blocks[leader]), first = chunk * kChunk;
+      if (chunk == 0 && lane == 0) cluster_min(end_of(level, leader), last);
+      if (first >= last) continue;
+      const i32 *const mine = row(r), *const its = row(leader);
+      i32 a[kAtOnce], b[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int at = min(first + i * 32 + lane, last - 1);
+        a[i] = mine[at], b[i] = its[at];
+      }
+      int end = kNone;
+#pragma unroll
+      for (int i = kAtOnce - 1; i >= 0; --i) {
+        if (a[i] != b[i] || !real(a[i])) end = min(first + i * 32 + lane, last - 1);
+      }
+      end = __reduce_min_sync(0xffffffffu, end);
+      if (end != kNone && lane == 0) cluster_min(end_of(level, leader), end);
+    }
+  }
+
+  __device__ __forceinline__ void go_on(int level) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      const int r = threadIdx.x + e * kThreads, leader = x.leader[level][r];
+      alive[e] = alive[e] && x.count[level][leader] > 1;
+      before[e] = leader, begin[e] = alive[e] ? cluster_load(end_of(level, leader)) : 0;
     }
   }
 
   // Where a request stands when those of each group are neighbours, its leader the first of them.
-  __device__ __forceinline__ void place(int r, i32 *sums) const {
-    i32 key[kMostLevels] = {}, ahead[1 + kMostLevels] = {};
+  __device__ __forceinline__ void place(int r, int levels) const {
+    int key[kMostLevels], ahead[1 + kMostLevels] = {};
 #pragma unroll
-    for (int l = 0; l < kMostLevels; ++l) {
-      if (l < p.levels) key[l] = load_fresh(leaders(l) + r);
-    }
-    for (int other = threadIdx.x; other < p.batch; other += kThreads) {
+    for (int l = 0; l < kMostLevels; ++l) key[l] = l < levels ? x.leader[l][r] : r;
+#pragma unroll 1
+    for (int other = lane; other < p.batch; other += 32) {
       int alike = 0;
       bool less = other < r, open = true;
 #pragma unroll
       for (int l = 0; l < kMostLevels; ++l) {
-        if (l >= p.levels || !open) continue;
-        const i32 found = load_fresh(leaders(l) + other);
+        if (l >= levels || !open) continue;
+        const int found = x.leader[l][other];
         open = found == key[l];
         if (open) alike = l + 1;
         if (!open) less = found < key[l];
       }
-      if (!less) continue;
-      ++ahead[0];
 #pragma unroll
-      for (int l = 0; l < kMostLevels; ++l) ahead[1 + l] += alike > l;
+      for (int l = 0; l <= kMostLevels; ++l) ahead[l] += less && alike >= l;
     }
 #pragma unroll
-    for (int n = 0; n <= kMostLevels; ++n) {
-      const i32 sum = __reduce_add_sync(0xffffffffu, ahead[n]);
-      if (threadIdx.x % 32 == 0) atomicAdd(sums + n, sum);
+    for (int l = 0; l <= kMostLevels; ++l) ahead[l] = __reduce_add_sync(0xffffffffu, ahead[l]);
+    if (lane) return;
+    p.order[ahead[0]] = r;
+    bool member = true;
+#pragma unroll
+    for (int l = 0; l < kMostLevels; ++l) {
+      if (l >= p.levels) break;
+      const int count = l < levels ? x.count[l][key[l]] : 0;
+      member = member && count > 1;
+      const i32 end = member ? cluster_load(end_of(l, key[l])) * p.page_size : 0;
+      p.tree[l * p.batch + ahead[0]] =
+          make_int2(!member ? 0 : key[l] == r ? count : -ahead[1 + l], end);
     }
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const int at = sums[0];
-      p.order[at] = r;
-      bool member = true;
-      for (int l = 0; l < p.levels; ++l) {
-        const i32 leader = load_fresh(leaders(l) + r), count = load_fresh(counts(l) + leader);
-        member = member && count > 1;
-        const i32 end = member ? load_fresh(ends(l) + leader) * p.page_size : 0;
-        p.tree[l * p.batch + at] =
-            make_int2(!member ? 0 : leader == r ? count : -sums[1 + l], end);
-      }
-    }
-    __syncthreads();
-    if (threadIdx.x <= kMostLevels) sums[threadIdx.x] = 0;
-    __syncthreads();
   }
 };
 }  // namespace
 
-extern "C" __global__ void __launch_bounds__(kThreads) KERNEL_NAME(
+extern "C" __global__ void __cluster_dims__(kCtas, 1, 1) __launch_bounds__(kThreads) KERNEL_NAME(
     const __grid_constant__ PrefixParams p) {
-  __shared__ i32 least, sums[1 + kMostLevels];
-  if (threadIdx.x == 0) least = kNone;
-  if (threadIdx.x <= kMostLevels) sums[threadIdx.x] = 0;
+  __shared__ Groups groups;
   wait_for_earlier_launches();
   let_later_launches_start();
-  const Search search{p};
-  for (int r = blockIdx.x; r < p.batch; r += gridDim.x) {
-    if (threadIdx.x < static_cast<unsigned>(p.levels)) {
-      search.ends(threadIdx.x)[r] = kNone, search.counts(threadIdx.x)[r] = 0;
-    }
-  }
-  meet(p.arrivals);
-#pragma unroll 1
-  for (int level = 0; level < p.levels; ++level) {
-#pragma unroll 1
-    for (int r = blockIdx.x; r < p.batch; r += gridDim.x) search.search(level, r, &least);
-    meet(p.arrivals + 1 + level);
-  }
-#pragma unroll 1
-  for (int r = blockIdx.x; r < p.batch; r += gridDim.x) search.place(r, sums);
+  Search(p, groups).run();
 }

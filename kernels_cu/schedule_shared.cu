@@ -8,7 +8,10 @@
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 static_assert(SharedScheduleVariant::kSharedBytes == sizeof(SharedParams),
               "SharedParams differs from the host's layout");
-static_assert(SharedScheduleVariant::kScratchBytes >= sizeof(ScheduleScratch),
+namespace {
+constexpr int kMostRequests = 1024;
+}
+static_assert(SharedScheduleVariant::kScratchBytes >= sizeof(ScheduleScratch<kMostRequests>),
               "too little shared memory");
 
 extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
@@ -18,5 +21,10 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
   // The attention may take its place early: it waits for all of this.
   let_later_launches_start();
   wait_for_earlier_launches();
-  make_schedule(p, d, s, *reinterpret_cast<ScheduleScratch *>(smem), blockIdx.x, gridDim.x);
+  const SharedSchedule<kMostRequests> schedule(
+      p, d, s, *reinterpret_cast<ScheduleScratch<kMostRequests> *>(smem), gridDim.x);
+  const SharedStarts to{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + blockIdx.x};
+  schedule.starts(blockIdx.x, to, true);
+  schedule.rows(blockIdx.x, threadIdx.x, blockDim.x);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *s.arrivals = 0;
 }

@@ -8,10 +8,21 @@ from hypothesis import strategies as st
 from cupyflash.attention import describe_call
 from cupyflash.cascade import cascade_attention
 from cupyflash.prefix_tree import PrefixTree, prefix_tree
-from cupyflash.shared_prefix import attend_once, sharing_of_tree
+from cupyflash.shared_prefix import attend_once, get_prefix_schedule, sharing_of_tree
 from cupyflash.testing import Case
 
-__all__ = ["SHARED", "cascade", "make_shared", "once", "share_pages", "shared_cases", "through"]
+__all__ = [
+    "SHARED",
+    "cascade",
+    "check_nodes",
+    "make_shared",
+    "once",
+    "schedule_of",
+    "sets_of",
+    "share_pages",
+    "shared_cases",
+    "through",
+]
 
 SHARED = Case(
     lengths=((1, 200), (1, 150), (1, 170), (1, 90)), num_heads_kv=2, group_size=4, head_dim=128,
@@ -61,6 +72,17 @@ def cascade(inputs, tree, **more):
     inputs.expected().check(out)
 
 
+def schedule_of(inputs, tree, **more):
+    """Made ahead, for `cascade`."""
+    args, case = inputs.args, inputs.case
+    return get_prefix_schedule(
+        len(case.lengths), args["q"].shape[0], args["max_seqlen_q"], args["max_seqlen_k"],
+        case.num_heads_q, case.num_heads_kv, case.head_dim, args["seqused_k"], case.kv_type,
+        args["cu_seqlens_q"], case.page_size, prefix_tree=tree,
+        sliding_window=case.window_size, **more,
+    )  # fmt: skip
+
+
 def through(kernel, device):
     """Whether a kernel ran; `device` is the emulated one."""
     return any(kernel in report.symbol for report in device.reports)
@@ -89,24 +111,24 @@ def _groups(draw, members, begin, limits, page, depth):
 def shared_cases(draw, most_requests=10):
     """A case that the kernel takes, and its groups."""
     head_dim = draw(st.sampled_from([128, 64, 80, 32]))
-    most_rows = 8 if head_dim > 64 else 16
-    group = draw(st.sampled_from([g for g in (4, 1, 2, 3, 5, 7, 8, 16) if g <= most_rows]))
-    q_len = st.one_of(st.just(1), st.integers(0, most_rows // group))
+    group = draw(st.sampled_from([4, 1, 2, 3, 5, 7, 8, 12, 16]))
+    q_len = st.one_of(st.just(1), st.integers(0, 16 // group), st.integers(0, 64 // group))
     lengths = draw(
         st.lists(st.tuples(q_len, _CONTEXTS), min_size=1, max_size=most_requests).filter(
             lambda pairs: any(q for q, _ in pairs)
         )
     )
-    causal = draw(st.booleans())
+    causal, window = draw(st.booleans()), draw(st.sampled_from([-1, -1, 0, 30, 100, 250]))
     kv_type = draw(st.sampled_from(["bf16", "fp16"]))
     case = Case(
         lengths=tuple(lengths), num_heads_kv=draw(st.integers(1, 3)), group_size=group,
         head_dim=head_dim, page_size=draw(st.sampled_from([16, 32, 48, 64, 128])),
         q_type=kv_type, kv_type=kv_type, causal=True, sink=draw(st.booleans()),
         softcap=draw(st.sampled_from([0.0, 0.0, 5.0])),
+        alibi=draw(st.sampled_from(["", "", "head", "request"])),
         softmax_scale=draw(st.sampled_from([None, None, -0.3])),
         layout=draw(st.sampled_from(["NHD", "HND", "strided"])), seed=draw(st.integers(0, 99)),
-    ).replace(causal=causal)  # fmt: skip
+    ).replace(causal=causal, window_size=(window, 0 if causal else -1))  # fmt: skip
     limits = [kv - (q - 1) if q else 0 for q, kv in zip(case.q_lens, case.kv_lens, strict=True)]
     groups = draw(_groups(range(len(lengths)), 0, limits, case.page_size, 3))
     return case, groups
@@ -116,3 +138,25 @@ def make_shared(case, groups, xp=np):
     inputs = case.make(xp)
     share_pages(inputs, groups)
     return inputs, given_tree(prefix_tree(groups, len(case.lengths)), xp)
+
+
+def sets_of(tree):
+    """The groups of every level."""
+    return [
+        {
+            (frozenset(tree.order[at : at + count].tolist()), int(keys))
+            for at, (count, keys) in enumerate(level)
+            if count > 0
+        }
+        for level in tree.nodes
+    ]
+
+
+def check_nodes(tree):
+    """Places of a group are neighbours, its first one says how many they are."""
+    for level in tree.nodes:
+        for at, (count, keys) in enumerate(level):
+            if count > 0:
+                members = level[at : at + count]
+                assert members[:, 0].tolist() == [count, *range(-1, -count, -1)]
+                assert (members[:, 1] == keys).all()

@@ -7,14 +7,13 @@ import pytest
 from emulator import device_array, emulated
 from hypothesis import given
 from hypothesis import strategies as st
-from prefixes import SHARED, cascade, make_shared, once, shared_cases, through
+from prefixes import SHARED, cascade, make_shared, once, schedule_of, shared_cases, through
 from test_cascade import cascade as cascade_of
 from test_cascade import check_cascade, empty_output, shared_case
 
 from cupyflash import AttentionBounds, workspace_size
 from cupyflash.prefix_tree import prefix_tree
 from cupyflash.runtime.shared_plan import make_shared_plan, shared_plans
-from cupyflash.shared_prefix import get_prefix_schedule
 
 KERNEL = "attention_shared"
 ALL, LEVELS = [([0, 1, 2, 3], 64)], [([0, 1, 2, 3], 64), ([0, 2], 128), ([2, 0], 160)]
@@ -35,8 +34,17 @@ def test_any_tree_is_attention(drawn, order, num_sms, most):
         check(*drawn, device, num_splits=most)
 
 
+@given(drawn=shared_cases(), num_sms=st.sampled_from([3, 1, 5]))
+def test_any_tree_with_a_schedule_made_ahead(drawn, num_sms):
+    case, groups = drawn
+    case = case.replace(causal=True, window_size=(case.window_size[0], 0))
+    with emulated("sm_90", num_sms=num_sms, seed=1):
+        inputs, tree = make_shared(case, groups)
+        cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
+
+
 @pytest.mark.parametrize("groups", [[], ALL, LEVELS, [([1, 3], 80)], [([0], 64), ([1, 2], 16)]])
-@pytest.mark.parametrize("num_sms", [1, 2, 12])
+@pytest.mark.parametrize("num_sms", [1, 2, 16])
 def test_groups_levels_and_outsiders(groups, num_sms):
     with emulated("sm_90", num_sms=num_sms, seed=1) as device:
         check(SHARED, groups, device)
@@ -77,6 +85,19 @@ def test_shared_keys_are_read_once():
         assert shared < alone / 4
 
 
+@pytest.mark.parametrize("window", [700, 300])
+def test_what_a_window_sees_of_shared_keys_is_read_once(window):
+    """From key 448 on all see 64 x 9 shared keys; with 300 they see too little of them."""
+    case = SHARED.replace(
+        lengths=((1, 1100), (1, 1090), (2, 1080), (1, 1110)), window_size=(window, 0)
+    )
+    with emulated("sm_90", num_sms=2) as device:
+        for groups in ([], [([0, 1, 2, 3], 1024)]):
+            check(case, groups, device)
+        alone, shared = [r.mma_count for r in device.reports if KERNEL in r.symbol]
+        assert shared < alone / 2 if window == 700 else shared == alone
+
+
 def test_same_bits_whatever_the_order():
     inputs, tree = make_shared(SHARED, LEVELS)
     found = set()
@@ -89,9 +110,8 @@ def test_same_bits_whatever_the_order():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"page_size": 8}, {"kv_type": "e4m3"}, {"alibi": "head"}, {"head_dim": 192},
-        {"window_size": (40, 0)}, {"lengths": ((9, 200), (1, 150), (1, 170), (1, 90))},
-        {"layout": "odd"},
+        {"page_size": 8}, {"kv_type": "e4m3"}, {"head_dim": 192}, {"layout": "odd"},
+        {"lengths": ((17, 200), (1, 150), (1, 170), (1, 90))},
     ],
 )  # fmt: skip
 def test_what_the_kernel_does_not_take_is_served_all_the_same(changes):
@@ -122,15 +142,6 @@ def test_a_nan_query_is_a_nan_row():
     assert np.array_equal(found[:4], right[:4])
 
 
-def schedule_of(inputs, tree, **more):
-    args, case = inputs.args, inputs.case
-    return get_prefix_schedule(
-        len(case.lengths), args["q"].shape[0], args["max_seqlen_q"], args["max_seqlen_k"],
-        case.num_heads_q, case.num_heads_kv, case.head_dim, args["seqused_k"], case.kv_type,
-        args["cu_seqlens_q"], case.page_size, prefix_tree=tree, **more,
-    )  # fmt: skip
-
-
 def test_layers_share_a_schedule_that_was_made_ahead():
     inputs, tree = make_shared(SHARED, LEVELS)
     with emulated("sm_90", num_sms=3) as device:
@@ -157,16 +168,19 @@ def test_schedules_for_other_calls_are_refused():
     assert np.isnan(inputs.placed["out"].view.astype(np.float32)).all()
 
 
-@pytest.mark.parametrize("changes", [{}, {"sink": True, "softcap": 5.0}, {"kv_type": "fp16"}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {}, {"sink": True, "softcap": 5.0}, {"kv_type": "fp16"}, {"window_size": (40, 3)},
+        {"alibi": "request"},
+    ],
+)  # fmt: skip
 def test_a_prefix_of_all(changes):
     kind = {"q_type": changes["kv_type"]} if "kv_type" in changes else {}
     args = shared_case(**changes, **kind)
     with emulated("sm_90", num_sms=2, seed=1) as device:
         check_cascade(args)
-        assert [r.symbol.split("_sm90")[0] for r in device.reports] == [
-            "schedule_shared",
-            "attention_shared",
-        ]
+        assert [r.symbol.split("_sm90")[0] for r in device.reports] == ["attention_shared"]
         check_cascade(args, fa_version=2)
         assert KERNEL not in device.reports[-1].symbol
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefixes import SHARED, cascade, make_shared, once, shared_cases
+from prefixes import SHARED, cascade, make_shared, once, schedule_of, shared_cases
 from test_emul_attention import bits
 
 from cupyflash.prefix_tree import prefix_tree
@@ -15,9 +15,9 @@ from cupyflash.testing import expect_attention
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(drawn=shared_cases(most_requests=40), most=st.sampled_from([0, 0, 2, 5]))
-@pytest.mark.parametrize("share", range(6))
+@pytest.mark.parametrize("share", range(12))
 def test_any_tree_is_attention(drawn, most, share):
     import cupy
 
@@ -25,6 +25,16 @@ def test_any_tree_is_attention(drawn, most, share):
     first = inputs.call(once(tree, num_splits=most))
     inputs.expected().check(*first)
     assert bits(inputs.call(once(tree, num_splits=most))) == bits(first)
+
+
+@given(drawn=shared_cases(most_requests=40))
+def test_any_tree_with_a_schedule_made_ahead(drawn):
+    import cupy
+
+    case, groups = drawn
+    case = case.replace(causal=True, window_size=(case.window_size[0], 0))
+    inputs, tree = make_shared(case, groups, cupy)
+    cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -9,6 +9,7 @@ import pytest
 from emulator import device_array, emulated
 from hypothesis import given
 from hypothesis import strategies as st
+from prefixes import check_nodes, sets_of
 
 from cupyflash import find_prefix_tree
 from cupyflash.prefix_search import shared_groups
@@ -81,27 +82,6 @@ def test_the_kernel_finds_what_the_host_finds(drawn, levels, null, num_sms, seed
     assert sorted(found.order) == sorted(expected.order)
     assert sets_of(found) == sets_of(expected)
     check_nodes(found)
-
-
-def sets_of(tree):
-    """The groups of every level."""
-    return [
-        {
-            (frozenset(tree.order[at : at + count].tolist()), int(keys))
-            for at, (count, keys) in enumerate(level)
-            if count > 0
-        }
-        for level in tree.nodes
-    ]
-
-
-def check_nodes(tree):
-    for level in tree.nodes:
-        for at, (count, keys) in enumerate(level):
-            if count > 0:
-                members = level[at : at + count]
-                assert members[:, 0].tolist() == [count, *range(-1, -count, -1)]
-                assert (members[:, 1] == keys).all()
 
 
 @pytest.mark.gpu

@@ -10,24 +10,17 @@ from .launch import launch
 from .params import KernelArgs, ParamsLayout
 from .plan import Plan
 from .variant import Variant
-from .workspace import scratch_of
 
 __all__ = ["PREFIX_PARAMS", "prefix_variants", "search_prefixes", "search_variant"]
 
 PREFIX_PARAMS = ParamsLayout(
-    *(
-        (name, "ptr")
-        for name in (
-            *("block_table", "cu_seqlens_q", "seqused_k", "order", "tree"),
-            *("leaders", "ends", "counts", "arrivals"),
-        )
-    ),
+    *((name, "ptr") for name in (*("block_table", "cu_seqlens_q", "seqused_k", "order", "tree"),)),
     ("table_row_stride", "i64"),
     *((n, "i32") for n in ("batch", "levels", "page_size", "columns", "null_block", "unused")),
 )
 """The layout of ``core/prefix_params.cuh``."""
 
-_THREADS = 256
+_THREADS, _CTAS = 512, 8  # one cluster
 
 
 def prefix_variants(arch: str) -> Iterator[Variant]:
@@ -69,24 +62,16 @@ def search_prefixes(
     Raises
     ------
     CaptureError, CompileError
-        As `compile.load_kernel`; or memory would be allocated during a capture.
+        As `compile.load_kernel`.
     """
     batch, columns = block_table.shape
     each, at = levels * batch * 4, device.pointer
-    plan = Plan(
-        search_variant(),
-        (min(batch, device.info.num_sms), 1, 1),
-        (_THREADS, 1, 1),
-        programmatic=True,
+    plan = Plan(search_variant(), (_CTAS, 1, 1), (_THREADS, 1, 1), programmatic=True)
+    packed = PREFIX_PARAMS.pack(
+        at(block_table), 0 if cu_seqlens_q is None else at(cu_seqlens_q), at(seqused_k),
+        at(tree) + 2 * each, at(tree), block_table.strides[0], batch, levels, page_size, columns,
+        null_block, 0,
+    )  # fmt: skip
+    launch(
+        device, plan, KernelArgs((packed,), (block_table, cu_seqlens_q, seqused_k, tree)), stream
     )
-    with scratch_of(device, stream) as scratch:
-        block = scratch.reserve(3 * each)
-        start = at(block)
-        packed = PREFIX_PARAMS.pack(
-            at(block_table), 0 if cu_seqlens_q is None else at(cu_seqlens_q), at(seqused_k),
-            at(tree) + 2 * each, at(tree), start, start + each, start + 2 * each,
-            at(scratch.counters), block_table.strides[0], batch, levels, page_size, columns,
-            null_block, 0,
-        )  # fmt: skip
-        arrays = (block_table, cu_seqlens_q, seqused_k, tree, block, scratch.counters)
-        launch(device, plan, KernelArgs((packed,), arrays), stream)

@@ -137,8 +137,8 @@ def schedule_shared(
         heads_q=problem.num_heads_q,
         heads_kv=problem.num_heads_kv,
         group=problem.group_size,
-        window_left=-1,
-        window_right=-1 if problem.window_right < 0 else 0,
+        window_left=problem.window_left,
+        window_right=problem.window_right,
     )
     packed = (
         ATTENTION_PARAMS.pack(*values.values()),
@@ -185,11 +185,12 @@ def attend_shared(
     """
     found = results(call, device, stream)
     if workspace is not None:
-        _queue(call, plan, sharing, device, found, workspace, stream, scheduled)
+        _queue(call, plan, sharing, device, found, (workspace, None), stream, scheduled)
         return found
     with scratch_of(device, stream) as scratch:
         block = scratch.reserve(plan.attend.workspace_bytes)
-        _queue(call, plan, sharing, device, found, block, stream, False)
+        counters = scratch.counters if plan.inside else None
+        _queue(call, plan, sharing, device, found, (block, counters), stream, False)
     return found
 
 
@@ -199,23 +200,25 @@ def _queue(
     sharing: Sharing,
     device: Device,
     found: tuple[Any, Any],
-    block: Any,
+    memory: tuple[Any, Any],
     stream: int,
     scheduled: bool,
 ) -> None:
-    layout = call.layout
+    """``memory``: the workspace, and counters where the attention makes its own schedule."""
+    layout, (block, counters) = call.layout, memory
     placed: _Placement = layout.kept.get(plan) or layout.keep(
         plan, lambda: _Placement(layout, plan)
     )
-    arrays = arrays_of(call, *found, block, sharing.order, sharing.tree)
+    arrays = (*arrays_of(call, *found, block, sharing.order, sharing.tree), counters)
     attention = pack_attention(call, device, *found, None, _TILING)
     wide = (device.pointer(found[0]) | placed.out_bits) % 8 == 0
-    shared = _pack(call.problem, plan, sharing, device, block)
+    shared = _pack(call.problem, plan, sharing, device, block, counters)
     common = attention, placed.decode[wide], shared
-    if not scheduled:
+    if not scheduled and counters is None:
         launch(device, plan.schedule, KernelArgs(common, arrays), stream)
     maps = placed.key_maps.at(device, call.arrays.k, call.arrays.v)
-    launch(device, plan.attend, KernelArgs((*common, *maps), arrays), stream)
+    attend = plan.attend_after if counters is None else plan.attend
+    launch(device, attend, KernelArgs((*common, *maps), arrays), stream)
 
 
 def _pack(
@@ -224,6 +227,7 @@ def _pack(
     sharing: Sharing,
     device: Device,
     block: Any,
+    counters: Any = None,
 ) -> bytes:
     values: dict[str, Any] = dict.fromkeys(SHARED_PARAMS.names, 0)
     scale, cap = max(abs(problem.softmax_scale), _SMALLEST_SCALE), problem.softcap
@@ -233,6 +237,8 @@ def _pack(
         at += nbytes
     for name, array in (("order", sharing.order), ("tree", sharing.tree)):
         values[name] = 0 if array is None else device.pointer(array)
+    if counters is not None:
+        values["arrivals"] = device.pointer(counters)
     values.update(
         levels=plan.levels,
         common_keys=sharing.common_keys,
@@ -240,8 +246,9 @@ def _pack(
         box_shift=plan.box_keys.bit_length() - 1,
         tile_rows=plan.tile_rows,
         most_tokens=plan.most_tokens,
-        ctas=plan.attend.grid[0],
-        scale=1.0 if cap else scale * _LOG2E,
-        cap_scale=scale / cap if cap else 0.0,
+        row_blocks=plan.row_blocks,
+        ahead=int(counters is None),
+        scale=1.0 if cap or problem.has_alibi else scale * _LOG2E,
+        modify_scale=scale / cap if cap else scale * _LOG2E,
     )
     return SHARED_PARAMS.pack(*values.values())

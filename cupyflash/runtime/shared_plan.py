@@ -12,9 +12,9 @@ from .prefix_search import search_variant
 from .problem import AttentionProblem
 from .shared_tile import (
     MOST_LEVELS,
+    ROW_BYTES,
     SCRATCH_BYTES,
     SHARE_ROWS,
-    UNIT_BYTES,
     SharedTile,
     schedule_shared_variant,
 )
@@ -31,8 +31,9 @@ MOST_SHARED_REQUESTS = 1024
 """Requests of a batch: a thread each in schedule_shared.cu."""
 
 _THREADS, _OWN_WARPS = 512, 4
-_SCHEDULE_BLOCKS = 16
-_MOST_ROWS = {64: 16, 128: 8}  # of a request, by head size
+_MOST_ROWS = 64  # of a request
+_BLOCK_ROWS = {64: 16, 128: 8}  # that read own keys together, by head size
+_FEW_ROWS = 2  # of a CTA
 _BOX = 16  # keys of a box of own keys
 _BLOCK = 64  # shared keys
 _MOST_BYTES = 1 << 29
@@ -45,30 +46,36 @@ class SharedPlan:
 
     Attributes
     ----------
-    schedule, attend : Plan
+    schedule, attend, attend_after : Plan
+        The schedule; the attention that can make its own; the one that follows it.
     tile : SharedTile
     levels : int
     sizes : tuple of (str, int)
         Bytes of each array in the workspace by its name in ``SharedParams``, in order.
     tile_rows : int
         Partial rows of shared keys.
-    row_block : int
-        Rows of a request, at most.
+    row_block, row_blocks : int
+        Rows of a request that read own keys together; blocks of so many.
     box_keys : int
         Of a TMA box of shared keys.
     most_tokens : int
         Of a request.
+    inside : bool
+        Whether the attention can make its schedule by itself: a thread a request.
     """
 
     schedule: Plan
     attend: Plan
+    attend_after: Plan
     tile: SharedTile
     levels: int
     sizes: tuple[tuple[str, int], ...]
     tile_rows: int
     row_block: int
+    row_blocks: int
     box_keys: int
     most_tokens: int
+    inside: bool
 
 
 def shared_refusal(problem: AttentionProblem, info: DeviceInfo, levels: int = 1) -> str:
@@ -103,13 +110,8 @@ def _operands_refusal(problem: AttentionProblem) -> str:
         return "packed keys: requests share pages"
     if problem.page_size % _BOX:
         return f"pages of {problem.page_size} tokens: no multiple of {_BOX}"
-    most = _MOST_ROWS[_bucket(problem)]
-    if rows > most:
-        return f"a request may have {rows} rows a KV head, at most {most} at this head size"
-    if problem.has_alibi:
-        return "ALiBi counts from each request's own position"
-    if problem.window_left >= 0 and problem.window_left < problem.max_seqlen_k:
-        return "a window ends at a key of each request's own"
+    if rows > _MOST_ROWS:
+        return f"a request may have {rows} rows a KV head, at most {_MOST_ROWS}"
     return ""
 
 
@@ -128,43 +130,57 @@ def _tokens(problem: AttentionProblem) -> int:
     return min(problem.max_seqlen_q, problem.total_q)
 
 
+def _after_a_schedule(tile: SharedTile) -> SharedTile:
+    return tile if tile.alibi else replace(tile, inside=False)
+
+
 @lru_cache(maxsize=4096)
 def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 1) -> SharedPlan:
     """The launches of a problem with so many levels that is not refused."""
     head_dim = _bucket(problem)
     tokens = _tokens(problem)
     rows = tokens * problem.group_size
-    tile = SharedTile(problem.kv_type, head_dim, 8 if rows <= 8 else 16)
-    batch, heads, ctas = problem.batch, problem.num_heads_kv, info.num_sms
-    groups, units = levels * batch, batch * tokens * heads
+    ctas = info.num_sms
+    tile = SharedTile(
+        problem.kv_type,
+        head_dim,
+        8 if min(rows, _BLOCK_ROWS[head_dim]) <= 8 else 16,
+        not problem.has_alibi and problem.batch * rows * problem.num_heads_kv <= _FEW_ROWS * ctas,
+        alibi=problem.has_alibi,
+    )
+    row_block = min(rows, tile.rows)
+    row_blocks = -(-rows // row_block)
+    batch, heads = problem.batch, problem.num_heads_kv
     tile_rows = 2 * levels * problem.total_q * problem.num_heads_q + SHARE_ROWS * ctas
-    partial_rows = tile_rows + (batch * heads + _OWN_WARPS * ctas) * rows
+    partial_rows = tile_rows + (batch * heads * row_blocks + _OWN_WARPS * ctas) * row_block
     sizes = (
         ("partial_out", partial_rows * head_dim * 4),
         ("partial_state", partial_rows * 8),
-        ("own", batch * 32),
-        ("own_starts", _OWN_WARPS * ctas * 48),
-        ("groups", groups * 32),
+        ("own", (batch + ctas) * 48),
+        ("own_starts", _OWN_WARPS * ctas * 64),
+        ("groups", (levels * batch + ctas) * 32),
         ("group_starts", ctas * 16),
-        ("units", units * UNIT_BYTES),
-        ("group_line", (groups + 1) * 4),
-        ("tokens", levels * problem.total_q * 4),
+        ("rows", batch * rows * heads * ROW_BYTES),
+        ("tokens", (levels * problem.total_q + SHARE_ROWS * ctas) * 16),
         ("arrivals", 4),
     )
     rounded = tuple((name, -(-nbytes // 16) * 16) for name, nbytes in sizes)
     nbytes = sum(size for _, size in rounded)
-    threads = -(-batch // 32) * 32
-    blocks = max(1, min(_SCHEDULE_BLOCKS, -(-units // threads)))
+    threads = _THREADS if batch <= _THREADS else MOST_SHARED_REQUESTS
+    attend = Plan(tile.variant, (ctas, 1, 1), (_THREADS, 1, 1), tile.smem_bytes, nbytes, True)
     return SharedPlan(
-        Plan(schedule_shared_variant(), (blocks, 1, 1), (threads, 1, 1), SCRATCH_BYTES, 0, True),
-        Plan(tile.variant, (ctas, 1, 1), (_THREADS, 1, 1), tile.smem_bytes, nbytes, True),
+        Plan(schedule_shared_variant(), (ctas, 1, 1), (threads, 1, 1), SCRATCH_BYTES, 0, True),
+        attend,
+        replace(attend, variant=_after_a_schedule(tile).variant),
         tile,
         levels,
         rounded,
         tile_rows,
-        rows,
+        row_block,
+        row_blocks,
         gcd(problem.page_size or _BLOCK, _BLOCK),
         tokens,
+        batch <= _THREADS,
     )
 
 
@@ -177,5 +193,9 @@ def shared_plans(problem: AttentionProblem, info: DeviceInfo, levels: int) -> li
         return []
     plan = make_shared_plan(problem, info, levels)
     few = make_shared_plan(replace(problem, max_seqlen_q=1), info, levels)
-    search = Plan(search_variant(), (1, 1, 1), (1, 1, 1))
-    return [plan.attend, replace(few.attend, workspace_bytes=0), plan.schedule, search]
+    # Smaller batches have fewer rows to merge.
+    merges = (False,) if problem.has_alibi else (False, True)
+    tiles = {replace(one.tile, parts=parts): None for one in (plan, few) for parts in merges}
+    tiles |= {_after_a_schedule(tile): None for tile in tiles}
+    attend = [replace(plan.attend, variant=tile.variant) for tile in tiles]
+    return [*attend, plan.schedule, Plan(search_variant(), (1, 1, 1), (1, 1, 1))]

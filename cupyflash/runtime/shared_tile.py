@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 from .attention_params import ATTENTION_PARAMS
 from .decode_tile import DECODE_PARAMS
@@ -13,10 +14,10 @@ from .variant import Variant
 
 __all__ = [
     "MOST_LEVELS",
+    "ROW_BYTES",
     "SCRATCH_BYTES",
     "SHARED_PARAMS",
     "SHARE_ROWS",
-    "UNIT_BYTES",
     "SharedTile",
     "schedule_shared_variant",
     "shared_variants",
@@ -26,19 +27,19 @@ SHARED_PARAMS = ParamsLayout(
     *(
         (name, "ptr")
         for name in (
-            *("order", "tree", "own", "own_starts", "group_line", "groups"),
-            *("group_starts", "tokens", "units", "partial_out", "partial_state", "arrivals"),
+            *("order", "tree", "own", "own_starts", "groups", "group_starts", "tokens", "rows"),
+            *("partial_out", "partial_state", "arrivals"),
         )
     ),
     *(
         (name, "i32")
         for name in (
             *("levels", "common_keys", "added_keys", "box_shift", "tile_rows", "most_tokens"),
-            "ctas",
+            *("row_blocks", "ahead"),
         )
     ),
     ("scale", "f32"),
-    ("cap_scale", "f32"),
+    ("modify_scale", "f32"),
 )
 """The layout of ``core/shared_params.cuh``."""
 
@@ -46,10 +47,10 @@ MOST_LEVELS = 3
 SHARE_ROWS = 128
 """Rows of a block of shared keys: two warpgroups."""
 
-UNIT_BYTES = 64
-"""Of a ``MergeUnit``."""
+ROW_BYTES = 64
+"""Of a ``MergeRow``."""
 
-SCRATCH_BYTES = 33_600
+SCRATCH_BYTES = 126_976
 """Shared memory of the schedule: a ``ScheduleScratch``."""
 
 _ARCH = "sm_90a"
@@ -61,11 +62,29 @@ _REGISTERS = {8: (168, 152), 16: (152, 184)}  # of the two roles, by rows of a r
 
 @dataclass(frozen=True, slots=True)
 class SharedTile:
-    """What is compiled: type of everything, head bucket, rows of a request."""
+    """What is compiled.
+
+    Attributes
+    ----------
+    compute : ScalarType
+        Of everything.
+    head_dim : int
+        A bucket.
+    rows : int
+        Of a request that read own keys together.
+    parts : bool
+        Whether a warp merges a part of a row at a time, not a row.
+    inside : bool
+        Whether it can make its schedule by itself. Without that it is smaller, and starts sooner.
+    alibi : bool
+    """
 
     compute: ScalarType
     head_dim: int
     rows: int
+    parts: bool = False
+    inside: bool = True
+    alibi: bool = False
 
     @property
     def keys(self) -> int:
@@ -83,7 +102,8 @@ class SharedTile:
         queries = SHARE_ROWS * self.head_dim * 2
         blocks = shared * 2 * _SHARE_KEYS * self.head_dim * 2
         rings = _OWN_WARPS * own * _OWN_STAGE_BYTES
-        return queries + blocks + rings + (4 * shared + _OWN_WARPS * own + 3) * 8
+        barriers = -(-(4 * shared + _OWN_WARPS * own + 4) // 2) * 16
+        return queries + blocks + rings + barriers + _OWN_WARPS * 64 + 16  # and where warps start
 
     @property
     def variant(self) -> Variant:
@@ -91,7 +111,8 @@ class SharedTile:
         tile, single = _REGISTERS[self.rows]
         return Variant(
             "attention_shared_sm90.cu",
-            f"attention_shared_sm90_{self.compute.name}_d{self.head_dim}_r{self.rows}",
+            f"attention_shared_sm90_{self.compute.name}_d{self.head_dim}_r{self.rows}"
+            f"{'_parts' * self.parts}{'_alibi' * self.alibi}{'_ahead' * (not self.inside)}",
             _ARCH,
             (
                 ("COMPUTE_TYPE", self.compute.code),
@@ -102,6 +123,9 @@ class SharedTile:
                 ("OWN_REGISTERS", single),
                 ("OWN_STAGES", own),
                 ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("SHARED_ALIBI", int(self.alibi)),
+                ("SHARED_INSIDE", int(self.inside)),
+                ("SHARED_MERGE_PARTS", int(self.parts)),
                 ("SHARED_NBYTES", SHARED_PARAMS.nbytes),
                 ("SHARED_ROWS", self.rows),
                 ("TILE_REGISTERS", tile),
@@ -116,7 +140,9 @@ def shared_variants(arch: str) -> Iterator[Variant]:
     for compute in (FP16, BF16):
         for head_dim, rows in _BUCKETS.items():
             for most in rows:
-                yield SharedTile(compute, head_dim, most).variant
+                for parts, inside in product((False, True), repeat=2):
+                    yield SharedTile(compute, head_dim, most, parts, inside).variant
+                yield SharedTile(compute, head_dim, most, alibi=True).variant
     yield schedule_shared_variant()
 
 

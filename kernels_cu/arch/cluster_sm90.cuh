@@ -40,6 +40,17 @@ __device__ __forceinline__ u32 cluster_count(u32 counter, u32 last) {
   return before;
 }
 
+__device__ __forceinline__ void cluster_min(u32 at, i32 value) {
+  asm volatile("red.relaxed.cluster.shared::cluster.min.s32 [%0], %1;" ::"r"(at), "r"(value)
+               : "memory");
+}
+
+__device__ __forceinline__ i32 cluster_load(u32 at) {
+  i32 value;
+  asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+  return value;
+}
+
 // To the same place in each block whose bit is set, and to the barrier at the same place there.
 __device__ __forceinline__ void tma_load5_to(u32 to, const TensorMap *map, const i32 (&at)[5],
                                              u32 barrier, u16 blocks, u64 policy) {

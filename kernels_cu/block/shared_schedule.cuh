@@ -1,56 +1,69 @@
 // Which keys of a batch are shared, by whom, and who takes what: the tables that a CTA of
 // attention_shared_sm90.cu finds its work by. Every CTA adds the whole batch up, a thread a
-// request, and they write different parts.
+// request, and writes what itself will read: CTAs need not wait for each other.
 #pragma once
 
 #include "block/shared_work.cuh"
 
-constexpr int kMostRequests = 1024, kMostWarps = kMostRequests / 32;  // a thread a request
+constexpr int kMostWarps = 32;
 
-// Shared memory that making a schedule takes.
+// Shared memory that making a schedule of so many requests takes.
+template <int kMostRequests>
 struct ScheduleScratch {
-  i32 sums[2 * kMostLevels][kMostWarps], extremes[4];
+  OwnRequest place[kMostRequests];
+  i32 sums[2][2 * kMostLevels + 2][kMostWarps];
   i32 own_line[kMostRequests + 1], group_line[kMostLevels * kMostRequests + 1];
+  i32 key_end[kMostLevels][kMostRequests];
+  i32 shared_begin[kMostRequests];  // of the group of level 0 that begins at a place
   u16 tokens_before[kMostLevels][kMostRequests + 1];
-  u16 own_index[kMostRequests], own_place[kMostRequests];
-  u16 group_at[kMostLevels][kMostRequests];  // index of the group that begins at a place
+  u16 own_place[kMostRequests];
+  u16 leader[kMostLevels][kMostRequests];  // place
+  u16 members[kMostLevels][kMostRequests];  // of the group that begins at a place
+  // Of the group that begins at a place: its index, and the request whose table it reads.
+  u16 group_at[kMostLevels][kMostRequests], group_request[kMostLevels][kMostRequests];
+  u16 group_node[kMostLevels * kMostRequests];  // level and place of a group
 };
 
-// Sums of kCount numbers before each thread, and of all threads. Barriers inside.
+struct Extremes {
+  i32 least, most;
+
+  __device__ __forceinline__ int common() const { return least == most ? least : 0; }
+};
+
+// Sums of the first `used` of kCount numbers before each thread, and of all threads; the extremes of
+// all. A barrier inside; `scratch` is not used again.
 template <int kCount>
-__device__ __forceinline__ void sums(const i32 (&value)[kCount], i32 (&before)[kCount],
-                                     i32 (&all)[kCount], i32 (*scratch)[kMostWarps]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = (blockDim.x + 31) / 32;
+__device__ __forceinline__ Extremes add_up(const i32 (&value)[kCount], Extremes of, int used,
+                                           i32 (&before)[kCount], i32 (&all)[kCount],
+                                           i32 (*scratch)[kMostWarps]) {
+  constexpr u32 kAll = 0xffffffffu;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
+    before[n] = all[n] = 0;
+    if (n >= used) continue;
     i32 upto = value[n];
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
-      const i32 other = __shfl_up_sync(0xffffffffu, upto, step);
+      const i32 other = __shfl_up_sync(kAll, upto, step);
       if (lane >= step) upto += other;
     }
     if (lane == 31) scratch[n][warp] = upto;
     before[n] = upto - value[n];
   }
+  of.least = __reduce_min_sync(kAll, of.least), of.most = __reduce_max_sync(kAll, of.most);
+  if (lane == 0) scratch[kCount][warp] = of.least, scratch[kCount + 1][warp] = of.most;
   __syncthreads();
+  const bool mine = lane < warps;
 #pragma unroll
   for (int n = 0; n < kCount; ++n) {
-    i32 sum = lane < warps ? scratch[n][lane] : 0;
-    const i32 mine = __reduce_add_sync(0xffffffffu, lane < warp ? sum : 0);
-    before[n] += mine;
-    all[n] = __reduce_add_sync(0xffffffffu, sum);
+    if (n >= used) continue;
+    const i32 sum = mine ? scratch[n][lane] : 0;
+    before[n] += __reduce_add_sync(kAll, lane < warp ? sum : 0);
+    all[n] = __reduce_add_sync(kAll, sum);
   }
-  __syncthreads();
-}
-
-// The value that all threads have which have one (x; 0 if they differ), and the largest (y).
-__device__ __forceinline__ int2 common_value(i32 least, i32 most, i32 *scratch) {
-  if (threadIdx.x == 0) scratch[0] = 0x7fffffff, scratch[1] = 0;
-  __syncthreads();
-  least = __reduce_min_sync(0xffffffffu, least), most = __reduce_max_sync(0xffffffffu, most);
-  if (threadIdx.x % 32 == 0) atomicMin(&scratch[0], least), atomicMax(&scratch[1], most);
-  __syncthreads();
-  return make_int2(scratch[0] == scratch[1] ? scratch[0] : 0, scratch[1]);
+  return {__reduce_min_sync(kAll, mine ? scratch[kCount][lane] : 0x7fffffff),
+          __reduce_max_sync(kAll, mine ? scratch[kCount + 1][lane] : 0)};
 }
 
 // The last of `count` that begins at or before `target`.
@@ -76,7 +89,9 @@ __device__ __forceinline__ int2 node_of(const SharedParams &s, int batch, int le
 struct Place {
   OwnRequest own = {};
   int2 node[kMostLevels] = {};
-  int depth = 0;
+  int depth = 0, first_level = 0;
+  int shared_end = 0, shared_begin = 0;  // of the levels that it shares; of level 0: unless hidden
+  int first_seen = 0, all_seen = 0;      // the first keys that some row of it sees, and all rows
 
   __device__ __forceinline__ Place(const AttentionParams &p, const DecodeParams &d,
                                    const SharedParams &s, int place) {
@@ -86,164 +101,282 @@ struct Place {
     for (int l = 0; l < kMostLevels; ++l) {
       if (l < s.levels) node[l] = node_of(s, p.batch, l, place);
     }
-    const int q_begin = p.cu_seqlens_q[request], q_len = p.cu_seqlens_q[request + 1] - q_begin;
-    const int kv_len = p.seqused_k[request] + s.added_keys;
-    // Keys that all of its rows see.
-    const int seen =
-        p.window_right < 0 ? kv_len : min(kv_len, kv_len - q_len + p.window_right + 1);
-    int first = 0;
+    own.request = request, own.q_begin = p.cu_seqlens_q[request];
+    own.q_len = p.cu_seqlens_q[request + 1] - own.q_begin;
+    own.kv_len = p.seqused_k[request] + s.added_keys;
+    own.row_blocks = (own.q_len * p.group + d.row_block - 1) / d.row_block;
+    // Keys that all of its rows see; with ALiBi, those in front of all of them.
+    const int behind = p.alibi_slopes ? 0 : p.window_right;
+    const int seen = behind < 0 ? own.kv_len : min(own.kv_len, own.kv_len - own.q_len + behind + 1);
 #pragma unroll
     for (int l = 0; l < kMostLevels; ++l) {
-      if (depth == l && node[l].x && q_len > 0 && node[l].y > first && node[l].y <= seen) {
-        depth = l + 1, first = node[l].y;
+      const int end = node[l].y;
+      if (depth == l && node[l].x && own.q_len > 0 && end > shared_end && end <= seen) {
+        depth = l + 1, shared_end = end;
       }
     }
-    const int tiles =
-        q_len > 0 && kv_len > first ? ((kv_len - first - 1) >> d.tile_shift) + 1 : 0;
-    own = {q_begin, q_len, kv_len, first, request, 4 * place + depth, 0, tiles};
+    if (p.window_left >= 0) look_through_window(p, d);
+  }
+
+  // Of the first level a part may be shared, the half of it at least; others as a whole.
+  __device__ __forceinline__ void look_through_window(const AttentionParams &p,
+                                                      const DecodeParams &d) {
+    all_seen = max(0, own.kv_len - 1 - p.window_left);
+    first_seen = max(0, own.kv_len - own.q_len - p.window_left);
+    if (depth && all_seen <= node[0].y / 2 && shared_from(all_seen) < node[0].y) return;
+    first_level = 1;
+#pragma unroll
+    for (int l = 1; l < kMostLevels; ++l) {
+      const int begin = node[l - 1].y, inside_tile = begin & ((1 << d.tile_shift) - 1);
+      if (first_level != l) continue;
+      shared_begin = begin;
+      if (all_seen > begin || inside_tile) first_level = l + 1;
+    }
+    if (first_level >= depth) first_level = depth = shared_begin = shared_end = 0;
+  }
+
+  __device__ __forceinline__ static int shared_from(int key) {
+    return (key + kShareKeys - 1) & -kShareKeys;
+  }
+
+  // Its own keys, where its group shares level 0 from a key on.
+  __device__ __forceinline__ void deal(const DecodeParams &d, int place, int level0_begin) {
+    const int size = 1 << d.tile_shift, begin = first_level ? shared_begin : level0_begin;
+    own.first_key = depth ? shared_end : first_seen & -size;
+    own.place_levels = 16 * place + 4 * first_level + depth;
+    if (own.q_len <= 0) return;
+    if (depth && begin > first_seen) {
+      own.early_tiles = (begin - first_seen + size - 1) >> d.tile_shift;
+      own.early_key = begin - own.early_tiles * size;
+    }
+    const int left = own.kv_len - own.first_key;
+    own.tiles = own.early_tiles + (left > 0 ? ((left - 1) >> d.tile_shift) + 1 : 0);
   }
 };
 
-// CTA `cta` of `ctas` writes its part; all of them have at least as many threads as there are
-// requests. Barriers inside.
-__device__ __forceinline__ void make_schedule(const AttentionParams &p, const DecodeParams &d,
-                                              const SharedParams &s, ScheduleScratch &x, int cta,
-                                              int ctas) {
-  constexpr int kLevels = kMostLevels;
-  const int i = threadIdx.x, batch = p.batch, heads = p.heads_kv;
-  Place mine(p, d, s, i);
-  const int depth = mine.depth, tiles = mine.own.tiles, q_len = mine.own.q_len;
-  const int2 (&node)[kLevels] = mine.node;
-  i32 value[2 + kLevels] = {tiles * heads, tiles > 0}, before[2 + kLevels], all[2 + kLevels];
-#pragma unroll
-  for (int l = 0; l < kLevels; ++l) value[2 + l] = l < depth ? q_len : 0;
-  sums(value, before, all, x.sums);
-  const int2 own_segment = common_value(tiles ? tiles : 0x7fffffff, tiles, x.extremes);
-#pragma unroll
-  for (int l = 0; l < kLevels; ++l) {
-    x.tokens_before[l][i] = before[2 + l];
-    if (i == 0) x.tokens_before[l][blockDim.x] = all[2 + l];
-  }
-  const int owners = all[1];
-  mine.own.line = before[0];
-  if (i < batch) x.own_index[i] = before[1];
-  if (tiles) x.own_line[before[1]] = before[0], x.own_place[before[1]] = i;
-  if (i == 0) x.own_line[owners] = all[0];
-  __syncthreads();
+// The schedule of a batch, and the parts of it that a CTA writes. All threads of the CTA call
+// everything, but for rows(); there are at least as many as requests.
+template <int kMostRequests>
+class SharedSchedule {
+  static constexpr int kLevels = kMostLevels;
 
-  i32 work[2 * kLevels], work_before[2 * kLevels], work_all[2 * kLevels];
-  i32 least = 0x7fffffff, most = 0;
-  int4 group[kLevels];
-#pragma unroll
-  for (int l = 0; l < kLevels; ++l) {
-    const int members = node[l].x, first = x.tokens_before[l][i];
-    const int count = members > 0 ? x.tokens_before[l][min(i + members, batch)] - first : 0;
-    const int begin = l ? node[l ? l - 1 : 0].y : 0;
-    const int row_tokens = 2 * half_tokens(p);
-    const int blocks = (node[l].y - begin + kShareKeys - 1) / kShareKeys;
-    work[l] = count > 0 ? (count + row_tokens - 1) / row_tokens * heads * blocks : 0;
-    work[kLevels + l] = work[l] > 0;
-    group[l] = make_int4(begin, node[l].y, l * p.total_q + first, count);
-    if (work[l]) least = min(least, blocks), most = max(most, blocks);
-  }
-  sums(work, work_before, work_all, x.sums);
-  const int2 segment = common_value(least, most, x.extremes + 2);
-  i32 line = 0, index = 0;
-#pragma unroll
-  for (int l = 0; l < kLevels; ++l) {
-    if (work[l]) {
-      const int at = index + work_before[kLevels + l];
-      x.group_line[at] = line + work_before[l], x.group_at[l][i] = at;
+ public:
+  // Barriers inside, the last one behind everything that is in `x`.
+  __device__ __forceinline__ SharedSchedule(const AttentionParams &p, const DecodeParams &d,
+                                            const SharedParams &s,
+                                            ScheduleScratch<kMostRequests> &x, int ctas)
+      : p(p), d(d), s(s), x(x), ctas(ctas) {
+    const int i = threadIdx.x, batch = p.batch, heads = p.heads_kv;
+    Place mine(p, d, s, i);
+    const int depth = mine.depth, first_level = mine.first_level, q_len = mine.own.q_len;
+    const int2 (&node)[kLevels] = mine.node;
+    if (i < batch) x.shared_begin[i] = 0;
+    const int leader = i + min(0, node[0].x);
+    if (p.window_left >= 0) {
+      __syncthreads();
+      if (depth && !first_level) {
+        atomicMax(&x.shared_begin[leader], Place::shared_from(mine.all_seen));
+      }
+      __syncthreads();
     }
-    line += work_all[l], index += work_all[kLevels + l];
-  }
-  if (i == 0) x.group_line[index] = line;
-  __syncthreads();
-
-  if (cta == 0) {
-    if (tiles) s.own[before[1]] = mine.own;
+    if (i < batch) mine.deal(d, i, p.window_left < 0 ? 0 : x.shared_begin[leader]);
+    const int tiles = mine.own.tiles, line = tiles * mine.own.row_blocks * heads;
+    i32 value[2 + kLevels] = {line, tiles > 0}, before[2 + kLevels], all[2 + kLevels];
+#pragma unroll
+    for (int l = 0; l < kLevels; ++l) value[2 + l] = first_level <= l && l < depth ? q_len : 0;
+    const Extremes own_segment = add_up(value, {tiles ? tiles : 0x7fffffff, tiles}, 2 + s.levels, before, all,
+                         x.sums[0]);
+    owners = all[1];
+    mine.own.line = before[0];
+    if (i < batch) x.place[i] = mine.own;
+    if (tiles) x.own_line[before[1]] = before[0], x.own_place[before[1]] = i;
+    if (i == 0) x.own_line[owners] = all[0];
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) {
-      if (work[l]) {
-        const int at = x.group_at[l][i];
-        s.group_line[at] = x.group_line[at], s.groups[2 * at] = group[l];
+      if (l >= s.levels) break;
+      x.tokens_before[l][i] = before[2 + l];
+      if (i == 0) x.tokens_before[l][blockDim.x] = all[2 + l];
+      if (i < batch) {
+        x.leader[l][i] = i + min(0, node[l].x), x.key_end[l][i] = node[l].y;
+        x.members[l][i] = max(0, min(node[l].x, batch - i));
       }
-      if (l >= depth) continue;
-      // Of the members that are left the first one's row of the block table is used.
-      const int first = i + min(0, node[l].x);
-      if (x.tokens_before[l][first] == before[2 + l]) {
-        s.groups[2 * x.group_at[l][first] + 1] = make_int4(mine.own.request, 0, 0, 0);
-      }
-      i32 *const tokens = s.tokens + l * p.total_q + before[2 + l];
-      for (int n = 0; n < q_len; ++n) tokens[n] = mine.own.q_begin + n;
     }
-    if (i == 0) {
-      s.group_line[index] = line;
-      *s.arrivals = 0;
+    __syncthreads();
+
+    i32 work[2 * kLevels] = {}, work_before[2 * kLevels], work_all[2 * kLevels];
+    Extremes segment = {0x7fffffff, 0};
+#pragma unroll
+    for (int l = 0; l < kLevels; ++l) {
+      if (l >= s.levels) break;
+      const int count = i < batch ? tokens_of(l, i) : 0;
+      if (count <= 0) continue;
+      const int blocks = blocks_of(l, i);
+      work[2 * l] = ((count - 1) / row_tokens() + 1) * heads * blocks, work[2 * l + 1] = 1;
+      segment.least = min(segment.least, blocks), segment.most = max(segment.most, blocks);
+    }
+    segment = add_up(work, segment, 2 * s.levels, work_before, work_all, x.sums[1]);
+    int total = 0;
+    groups = 0;
+#pragma unroll
+    for (int l = 0; l < kLevels; ++l) {
+      if (l >= s.levels) break;
+      if (work[2 * l]) {
+        const int at = groups + work_before[2 * l + 1];
+        x.group_line[at] = total + work_before[2 * l];
+        x.group_at[l][i] = at, x.group_node[at] = l * kMostRequests + i;
+      }
+      // Of the members that are left the first one's row of the block table is used.
+      if (first_level <= l && l < depth) {
+        const int first = i + min(0, node[l].x);
+        if (x.tokens_before[l][first] == before[2 + l]) {
+          x.group_request[l][first] = mine.own.request;
+        }
+      }
+      total += work_all[2 * l], groups += work_all[2 * l + 1];
+    }
+    if (i == 0) x.group_line[groups] = total;
+    own = Deal(all[0], own_segment.common(), own_segment.most, ctas * kOwnWarps, kFewestTiles,
+               d.most_pieces);
+    shared = Deal(total, segment.common(), segment.most, ctas, kFewestBlocks, d.most_pieces);
+    __syncthreads();
+  }
+
+  // What the warps of CTA `cta` start from, and the requests, groups and tokens that they meet.
+  // `common`: in tables of all CTAs, to which each adds what begins in its spans. Else in tables of
+  // its own, with `cta` ahead: neighbours have one of each in common at most.
+  __device__ __forceinline__ void starts(int cta, SharedStarts to, bool common) const {
+    const int half = blockDim.x / 2, i = threadIdx.x, ahead = common ? 0 : cta;
+    const KeyRange span = shared.span(cta);
+    if (i < half) {
+      const int begin = own.span(cta * kOwnWarps).begin;
+      const int end = own.span(cta * kOwnWarps + kOwnWarps - 1).end;
+      const KeyRange warp = own.span(cta * kOwnWarps + i % kOwnWarps);
+      const int target = i < kOwnWarps ? warp.begin : begin;
+      const int from =
+          target < static_cast<int>(own.total) ? last_before(x.own_line, owners, target) : 0;
+      if (i < kOwnWarps) {
+        OwnStart start = {};
+        start.span = make_int4(warp.begin, warp.end, from + ahead, 0);
+        if (warp.begin < warp.end) start.request = x.place[x.own_place[from]];
+        to.own[i] = start;
+      }
+      const int lowest = begin < end ? __shfl_sync(0xffffffffu, from, kOwnWarps) : owners;
+#pragma unroll 1
+      for (int at = lowest + i; at < owners && x.own_line[at] < end; at += half) {
+        if (common && x.own_line[at] < begin) continue;
+        s.own[at + ahead] = x.place[x.own_place[at]];
+      }
+    } else {
+      const bool some = span.begin < span.end;
+      const int from = some ? last_before(x.group_line, groups, span.begin) : 0;
+      if (i == half) {
+        *to.groups = make_int4(span.begin, span.end, from + ahead, ahead * row_tokens());
+      }
+#pragma unroll 1
+      for (int at = some ? from + i - half : groups;
+           at < groups && x.group_line[at] < span.end; at += half) {
+        if (common && x.group_line[at] < span.begin) continue;
+        const int node = x.group_node[at], l = node / kMostRequests, place = node % kMostRequests;
+        s.groups[2 * (at + ahead)] = make_int4(key_begin(l, place), x.key_end[l][place],
+                                               l * p.total_q + x.tokens_before[l][place],
+                                               tokens_of(l, place));
+        s.groups[2 * (at + ahead) + 1] = make_int4(x.group_request[l][place], x.group_line[at],
+                                                   x.group_line[at + 1], 0);
+      }
+    }
+    tokens(span, ahead * row_tokens(), common);
+  }
+
+  // How the results of a row come together, of every row that CTA `cta` merges; by `threads`.
+  __device__ __forceinline__ void rows(int cta, int thread, int threads) const {
+    const int count = p.batch * s.most_tokens * p.heads_q;
+#pragma unroll 1
+    for (int n = cta + thread * ctas; n < count; n += threads * ctas) {
+      const int in_batch = n / p.heads_q, q_head = n - in_batch * p.heads_q;
+      const int place = in_batch / s.most_tokens, in_request = in_batch - place * s.most_tokens;
+      write_row(s.rows[n], place, in_request, q_head);
     }
   }
 
-  const Deal own(all[0], own_segment.x, own_segment.y, s.ctas * kOwnWarps, kFewestTiles,
-                 d.most_pieces);
-  const Deal shared(line, segment.x, segment.y, s.ctas, kFewestBlocks, d.most_pieces);
-  const int thread = cta * blockDim.x + i, threads = ctas * blockDim.x;
-  for (int c = thread; c < s.ctas * kOwnWarps; c += threads) {
-    const KeyRange span = own.span(c);
-    OwnStart start = {};
-    start.span = make_int4(span.begin, span.end, 0, 0);
-    if (span.begin < span.end) {
-      const int from = last_before(x.own_line, owners, span.begin);
-      start.span.z = from;
-      start.request = Place(p, d, s, x.own_place[from]).own;
-      start.request.line = x.own_line[from];
-    }
-    s.own_starts[c] = start;
+ private:
+  const AttentionParams &p;
+  const DecodeParams &d;
+  const SharedParams &s;
+  ScheduleScratch<kMostRequests> &x;
+  const int ctas;
+  Deal own, shared;
+  int owners, groups;
+
+  __device__ __forceinline__ int row_tokens() const { return 2 * half_tokens(p); }
+  // Of the group of a level that begins at a place.
+  __device__ __forceinline__ int key_begin(int level, int place) const {
+    return level ? x.key_end[level ? level - 1 : 0][place] : x.shared_begin[place];
   }
-  for (int c = thread; c < s.ctas; c += threads) {
-    const KeyRange span = shared.span(c);
-    const int from = span.begin < span.end ? last_before(x.group_line, index, span.begin) : 0;
-    s.group_starts[c] = make_int4(span.begin, span.end, from, 0);
+  __device__ __forceinline__ int blocks_of(int level, int place) const {
+    return (x.key_end[level][place] - key_begin(level, place) + kShareKeys - 1) / kShareKeys;
   }
+  __device__ __forceinline__ int tokens_of(int level, int place) const {
+    return x.tokens_before[level][place + x.members[level][place]] - x.tokens_before[level][place];
+  }
+
+  __device__ __forceinline__ void tokens(KeyRange span, int ahead, bool common) const {
+    const int place = threadIdx.x;
+    if (place >= p.batch) return;
+    const OwnRequest of = x.place[place];
 #pragma unroll 1
-  for (int n = thread; n < batch * s.most_tokens * heads; n += threads) {
-    const int row = n / heads, head = n - row * heads;
-    const int place = row / s.most_tokens, in_request = row - place * s.most_tokens;
-    const Place of(p, d, s, place);
-    MergeUnit unit = {};
-    unit.total = -1;
-    if (in_request < of.own.q_len) {
-      unit.token = of.own.q_begin + in_request, unit.total = 0;
-      if (of.own.tiles) {
-        const int first = x.own_line[x.own_index[place]] + head * of.own.tiles;
-        const int2 found = own.owners(first, first + of.own.tiles);
-        unit.first[kLevels] =
-            own_partial_row(p, d, s, place, head, found.x) + in_request * p.group;
-        unit.total = unit.count[kLevels] = found.y;
+    for (int l = of.first_level(); l < of.levels(); ++l) {
+      const int leader = x.leader[l][place], at = x.group_at[l][leader];
+      const int line = x.group_line[at], first = x.tokens_before[l][place];
+      if (line >= span.end || x.group_line[at + 1] <= span.begin) continue;
+      const int each = blocks_of(l, leader) * p.heads_kv;  // of a row block
+#pragma unroll 1
+      for (int n = 0; n < of.q_len; ++n) {
+        const int block = (first + n - x.tokens_before[l][leader]) / row_tokens();
+        const int begin = line + block * each;
+        if (begin < span.end && (common ? begin : begin + each - 1) >= span.begin) {
+          s.tokens[l * p.total_q + first + n + ahead] =
+              make_int4(of.q_begin + n, of.kv_len - of.q_len + n, of.request, 0);
+        }
       }
-#pragma unroll
-      for (int l = 0; l < kLevels; ++l) {
-        if (l >= of.depth) break;
-        const int leader = place + min(0, of.node[l].x);
-        const int which = x.group_at[l][leader];
-        const int2 keys = node_of(s, batch, l, leader);
-        const int begin = l ? of.node[l ? l - 1 : 0].y : 0;
-        const int blocks = (keys.y - begin + kShareKeys - 1) / kShareKeys;
-        const int ahead = x.tokens_before[l][leader];
-        const int count = x.tokens_before[l][min(leader + keys.x, batch)] - ahead;
-        const int token = l * p.total_q + x.tokens_before[l][place] + in_request;
-        const int block = (token - l * p.total_q - ahead) / (2 * half_tokens(p));
-        const RowBlock taken(p, l * p.total_q + ahead, count, block);
-        const int first = x.group_line[which] + (block * heads + head) * blocks;
-        const int2 found = shared.owners(first, first + blocks);
-        unit.first[l] =
-            taken.partial_row(p, head, found.x) + (token - taken.first) * p.group;
-        unit.half[l] = taken.halves ? taken.count * p.group : 0;
-        unit.count[l] = found.y << (taken.halves ? 1 : 0);
-        unit.total += unit.count[l];
-      }
-      // Its only part is the result, and is there already.
-      if (of.depth == 0 && unit.total == 1) unit.total = -1;
     }
-    s.units[n] = unit;
   }
-}
+
+  __device__ __forceinline__ void write_row(MergeRow &row, int place, int in_request,
+                                            int q_head) const {
+    const OwnRequest of = x.place[place];
+    const int head = q_head / p.group, in_group = q_head - head * p.group;
+    int total = in_request < of.q_len ? 0 : -1, first_row = 0, count = 0;
+    if (total == 0 && of.tiles) {
+      const int in_head = in_request * p.group + in_group, block = in_head / d.row_block;
+      const int first = of.line + (head * of.row_blocks + block) * of.tiles;
+      const int2 found = own.owners(first, first + of.tiles);
+      first_row = own_partial_row(p, d, s, place, head, block, found.x) + in_head -
+                  block * d.row_block;
+      total = count = found.y;
+    }
+    row.first[kLevels] = first_row, row.count[kLevels] = count;
+#pragma unroll 1
+    for (int l = 0; l < kLevels; ++l) {
+      int half = 0;
+      first_row = count = 0;
+      if (total >= 0 && of.first_level() <= l && l < of.levels()) {
+        const int leader = x.leader[l][place], ahead = x.tokens_before[l][leader];
+        const int token = x.tokens_before[l][place] + in_request;
+        const int block = (token - ahead) / row_tokens(), blocks = blocks_of(l, leader);
+        const RowBlock taken(p, l * p.total_q + ahead, tokens_of(l, leader), block);
+        const int first =
+            x.group_line[x.group_at[l][leader]] + (block * p.heads_kv + head) * blocks;
+        const int2 found = shared.owners(first, first + blocks);
+        first_row = taken.partial_row(p, head, found.x) +
+                    (l * p.total_q + token - taken.first) * p.group + in_group;
+        half = taken.halves ? taken.count * p.group : 0;
+        count = found.y << (taken.halves ? 1 : 0);
+        total += count;
+      }
+      row.first[l] = first_row, row.count[l] = count, row.half[l] = half;
+    }
+    row.token = of.q_begin + in_request;
+    // Its only part is the result, and is there already.
+    row.total = of.levels() == 0 && total == 1 ? -1 : total;
+  }
+};

@@ -20,6 +20,8 @@ constexpr int kFewestBlocks = 2, kFewestTiles = 4;  // of a piece, if there is a
 struct Deal {
   u32 total, count, pieces = 0, whole = 0, segment, share = 0, rest = 0;
 
+  Deal() = default;
+
   // `segment`: pieces of each, 0 if they differ; `largest`: of the largest; `most_pieces` of a
   // segment, 0: any. Spans that end where segments end leave fewer partial results.
   __device__ __forceinline__ Deal(u32 total, u32 segment, u32 largest, u32 spans, u32 fewest,
@@ -104,44 +106,52 @@ struct RowBlock {
 // Of partial results of own keys.
 __device__ __forceinline__ int own_partial_row(const AttentionParams &p, const DecodeParams &d,
                                                const SharedParams &s, int place, int head,
-                                               int worker) {
-  return s.tile_rows + (place * p.heads_kv + head + worker) * d.row_block;
+                                               int block, int worker) {
+  const int segment = (place * p.heads_kv + head) * s.row_blocks + block;
+  return s.tile_rows + (segment + worker) * d.row_block;
 }
+
+// What the warps of a CTA start from: in memory, or in shared memory.
+struct SharedStarts {
+  OwnStart *own;  // [kOwnWarps]
+  int4 *groups;   // begin and end of its span of shared keys, group, where its `tokens` begin
+};
 
 // The pieces of a span of shared keys, one after the other.
 struct SharedWalk {
   const AttentionParams &p;
   const SharedParams &s;
   int at, end, group;
+  const int4 *rows;  // of SharedParams::tokens
 
   // The piece.
   int request, head, key, keys, blocks;
   int first_token, tokens, partial_row;
   bool halves;
 
-  __device__ __forceinline__ SharedWalk(const AttentionParams &p, const SharedParams &s)
+  __device__ __forceinline__ SharedWalk(const AttentionParams &p, const SharedParams &s,
+                                        const SharedStarts &from)
       : p(p), s(s) {
-    const int4 start = s.group_starts[blockIdx.x];
-    at = start.x, end = start.y, group = start.z;
+    const int4 start = *from.groups;
+    at = start.x, end = start.y, group = start.z, rows = s.tokens + start.w;
   }
 
   __device__ __forceinline__ bool done() const { return at >= end; }
 
   __device__ __forceinline__ void next() {
-    int line = s.group_line[group], behind = s.group_line[group + 1];
-    if (at >= behind) ++group, line = behind;
-    const int4 found = s.groups[2 * group];
-    request = s.groups[2 * group + 1].x;
+    int4 found = s.groups[2 * group], line = s.groups[2 * group + 1];
+    if (at >= line.z) ++group, found = s.groups[2 * group], line = s.groups[2 * group + 1];
+    request = line.x;
     const int all = (found.y - found.x + kShareKeys - 1) / kShareKeys;
-    const int rest = at - line, item = rest / all, from = rest - item * all;
+    const int rest = at - line.y, item = rest / all, from = rest - item * all;
     const int block = item / p.heads_kv;
     head = item - block * p.heads_kv;
     blocks = min(all - from, end - at);
     key = found.x + from * kShareKeys;
     keys = min(blocks * kShareKeys, found.y - key);
-    const RowBlock rows(p, found.z, found.w, block);
-    first_token = rows.first, tokens = rows.count, halves = rows.halves;
-    partial_row = rows.partial_row(p, head, blockIdx.x);
+    const RowBlock taken(p, found.z, found.w, block);
+    first_token = taken.first, tokens = taken.count, halves = taken.halves;
+    partial_row = taken.partial_row(p, head, blockIdx.x);
     at += blocks;
   }
 };

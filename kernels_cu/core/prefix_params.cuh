@@ -9,8 +9,6 @@ struct PrefixParams {
   const i32 *seqused_k;     // [batch]
   i32 *order;               // [batch]
   int2 *tree;               // [levels, batch]
-  i32 *leaders, *ends, *counts;  // [levels, batch]: of a request; of a leader's group, blocks
-  u32 *arrivals;            // [1 + levels], 0 between launches
   i64 table_row_stride;
   i32 batch, levels, page_size, columns;
   i32 null_block;  // no block; -1: there is none

@@ -10,9 +10,9 @@
 
 constexpr int kMostLevels = 3;
 
-// Of the results of a token and a KV head: where partial ones are, so many of each level, then of
-// own keys; in rows of `partial_out`, of the first head of the group.
-struct __align__(16) MergeUnit {
+// Of a row of the result: where partial ones are, so many of each level, then of own keys; in rows
+// of `partial_out`.
+struct __align__(16) MergeRow {
   i32 first[kMostLevels + 1], count[kMostLevels + 1];
   i32 half[kMostLevels];  // rows from one warpgroup's to the other's; 0: they have other rows
   i32 total;              // -1: nothing to be done
@@ -20,15 +20,20 @@ struct __align__(16) MergeUnit {
   i32 unused[3];
 };
 
-// A request with keys of its own.
+// A request with keys of its own: where a window hides the first shared ones, those before the
+// shared ones that it sees, then those behind.
 struct __align__(16) OwnRequest {
   i32 q_begin, q_len, kv_len;
-  i32 first_key;     // of its own
+  i32 first_key;  // behind the shared ones
   i32 request;
-  i32 place_levels;  // 4 times its place, and how many levels it shares
-  i32 line, tiles;   // of the first KV head, on the line; of each head
+  i32 place_levels;  // 16 times its place, 4 times the first level that it shares, and the last + 1
+  i32 line, tiles;   // of the first row block and KV head, on the line; of each
+  i32 early_key, early_tiles;  // before the shared ones
+  i32 row_blocks;
+  i32 unused;
 
-  __device__ __forceinline__ int place() const { return place_levels >> 2; }
+  __device__ __forceinline__ int place() const { return place_levels >> 4; }
+  __device__ __forceinline__ int first_level() const { return place_levels >> 2 & 3; }
   __device__ __forceinline__ int levels() const { return place_levels & 3; }
 };
 
@@ -43,15 +48,14 @@ struct SharedParams {
   // [levels, batch] of a place: members of the group that begins here, 0: in no group, -n: n places
   // behind the first; then where its keys end. Or null: all requests share common_keys.
   const int2 *tree;
-  // Made by block/shared_schedule.cuh
-  OwnRequest *own;       // [batch], of those that have some
+  // Made by block/shared_schedule.cuh; every CTA reads what it is to do, and nothing else.
+  OwnRequest *own;       // [batch + ctas], of those that have some
   OwnStart *own_starts;  // [4 * ctas]
-  i32 *group_line;       // [levels * batch + 1] blocks of shared keys before each group
-  int4 *groups;          // [levels * batch, 2] first key, last key + 1, first of `tokens`, count;
-                         // request
-  int4 *group_starts;    // [ctas] begin and end of its span, group
-  i32 *tokens;           // [levels * total_q] rows of q, those of a group one after the other
-  MergeUnit *units;      // [batch * most_tokens * heads_kv]
+  int4 *groups;          // [levels * batch + ctas, 2] first key, last key + 1, first of `tokens`,
+                         // count; request, its begin and end on the line of shared keys
+  int4 *group_starts;    // [ctas]; see block/shared_work.cuh
+  int4 *tokens;          // [levels * total_q + 128 * ctas] row of q, position, request
+  MergeRow *rows;        // [batch * most_tokens * heads_q]
   float *partial_out;    // [rows, head_dim]
   float2 *partial_state;  // [rows] largest score to base 2, sum of weights
   u32 *arrivals;          // [1], 0 between launches
@@ -61,7 +65,8 @@ struct SharedParams {
   i32 box_shift;       // log2 of the keys of a TMA box of shared keys
   i32 tile_rows;       // partial rows of shared keys, before those of own keys
   i32 most_tokens;     // of a request
-  i32 ctas;            // of the attention
-  float scale;         // of scores, to base 2, as they are or capped
-  float cap_scale;     // of scores that are capped, over the cap
+  i32 row_blocks;      // of own keys and a request, at most
+  i32 ahead;           // the schedule is there already; 0: every CTA makes its part
+  float scale;         // of scores, to base 2, as they are or modified
+  float modify_scale;  // of scores that are capped, over the cap; or of those with ALiBi, to base 2
 };

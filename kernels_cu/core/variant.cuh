@@ -67,6 +67,8 @@ struct DecodeVariant {
   static constexpr int kWarps = DECODE_WARPS, kThreads = 32 * kWarps;
   static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
   static constexpr bool kPlain = DECODE_PLAIN;        // see block/decode_plain.cuh
+  // Whether it runs beside a prefill: as many rows as there may be.
+  static constexpr bool kBeside = kRowTiles > 1 || kHeadDim > 128;
   static constexpr int kParamsBytes = DECODE_NBYTES;
 };
 static_assert(DecodeVariant::kCompute == kFp16 || DecodeVariant::kCompute == kBf16, "");
@@ -154,6 +156,9 @@ struct SharedVariant {
   static constexpr int kOwnStages = OWN_STAGES;  // of own ones, a warp
   static constexpr int kTileRegisters = TILE_REGISTERS;
   static constexpr int kOwnRegisters = OWN_REGISTERS;
+  static constexpr bool kAlibi = SHARED_ALIBI;
+  static constexpr bool kInside = SHARED_INSIDE;     // it can make its schedule by itself
+  static constexpr bool kParts = SHARED_MERGE_PARTS;  // few rows: a warp merges a part of one
   static constexpr int kParamsBytes = DECODE_NBYTES;
 };
 #endif

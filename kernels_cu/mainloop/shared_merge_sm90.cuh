@@ -37,29 +37,41 @@ struct SharedPlaces {
   static constexpr int kDone = kOwnFull + 8 * kOwnWarps * V::kOwnStages;  // partial results stored
   static constexpr int kOpen = kDone + 8;                                 // those of all CTAs
   static constexpr int kNever = kOpen + 8;                                // no one arrives here
-  static constexpr int kBytes = kNever + 8;
+  static constexpr int kRows = kNever + 8;  // the schedule is there
+  static constexpr int kOwnStarts = (kRows + 8 + 15) / 16 * 16;
+  static constexpr int kGroupStarts = kOwnStarts + kOwnWarps * sizeof(OwnStart);
+  static constexpr int kBytes = kGroupStarts + 16;
 };
 
+// A warp takes a row; or 32 columns of one where there are few rows, so that four times as many
+// partial results are asked for at once. One kernel has one of both: code that is not there is not
+// fetched.
 template <class V>
 class SharedMerge {
   using S = SharedPlaces<V>;
-  static constexpr int kD = V::kHeadDim;
+  static constexpr int kD = V::kHeadDim, kParts = V::kParts ? kD / 32 : 1;
   static constexpr int kAtOnce = 10, kFew = 4;  // partial results
   static constexpr int kLook = 30;              // lanes that look ahead
   static constexpr u32 kAll = 0xffffffffu;
 
+  // A row, and where its n-th partial result is.
+  struct Row {
+    int total = -1, found = 0, token = 0, head = 0;
+  };
+
  public:
   __device__ __forceinline__ SharedMerge(const AttentionParams &p, const DecodeParams &d,
                                          const SharedParams &s)
-      : p(p), d(d), s(s) {}
+      : p(p), d(d), s(s), rows(p.batch * s.most_tokens * p.heads_q) {}
 
   // `warp` of those that merge; one speaks for the CTA.
   __device__ __forceinline__ void run(u32 base, int warp, bool speaks) {
-    const int lane = threadIdx.x % 32, step = gridDim.x * kMergeWarps;
-    const int rows = p.batch * s.most_tokens * p.heads_q;
-    int row = blockIdx.x + warp * gridDim.x;
-    MergeUnit now = look(row, rows);
-    int head = head_of(row), mine = partial(now, lane);
+    const int lane = threadIdx.x % 32;
+    const int here = (rows - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
+                     static_cast<int>(gridDim.x);
+    int at = warp;  // of the tasks of this CTA
+    if constexpr (V::kInside) mbarrier_wait(base + S::kRows, 0);
+    Row now = look(at / kParts, lane);
     mbarrier_arrive(base + S::kDone);
     if (speaks) {
       mbarrier_wait(base + S::kDone, 0);
@@ -74,32 +86,34 @@ class SharedMerge {
     }
     mbarrier_wait(base + S::kOpen, 0);
 #pragma unroll 1
-    while (row < rows) {
-      const MergeUnit at = now;
-      const int found = mine, of = head;
-      row += step;
-      now = look(row, rows);  // while this row's partial results come
-      head = head_of(row), mine = partial(now, lane);
-      if (at.total >= 0) merge_row(base, at, of, found, lane);
+    while (at < here * kParts) {
+      const Row of = now;
+      const int row = at / kParts, part = at - row * kParts;
+      at += kMergeWarps;
+      now = look(at / kParts, lane);  // while this row's partial results come
+      if (of.total < 0) continue;
+      if constexpr (kParts > 1) {
+        merge_part(base, of, row, part, lane);
+      } else {
+        merge_row(base, of, row, lane);
+      }
     }
   }
 
  private:
-  __device__ __forceinline__ int head_of(int row) const { return row % p.heads_q; }
-
-  __device__ __forceinline__ MergeUnit look(int row, int rows) const {
-    MergeUnit r = {};
-    r.total = -1;
-    if (row >= rows) return r;
-    const int unit = row / p.group, in_group = row - unit * p.group;
-    r = s.units[unit];
-#pragma unroll
-    for (int l = 0; l <= kMostLevels; ++l) r.first[l] += in_group;
-    return r;
+  // The i-th row of this CTA.
+  __device__ __forceinline__ Row look(int i, int n) const {
+    const int row = blockIdx.x + i * gridDim.x;
+    if (row >= rows) return {};
+    const MergeRow r = s.rows[row];
+    return {r.total, partial(r, n), r.token, row % p.heads_q};
+  }
+  __device__ __forceinline__ int look_on(int i, int n) const {
+    return partial(s.rows[blockIdx.x + i * gridDim.x], n);
   }
 
   // Row of the n-th partial result; of any if there are not so many.
-  __device__ __forceinline__ int partial(const MergeUnit &r, int n) const {
+  __device__ __forceinline__ int partial(const MergeRow &r, int n) const {
     int row = r.first[kMostLevels] + n * d.row_block;
 #pragma unroll
     for (int l = kMostLevels - 1; l >= 0; --l) {
@@ -117,17 +131,25 @@ class SharedMerge {
     return row;
   }
 
+  __device__ __forceinline__ float4 values_of(int row, int column) const {
+    return load_from_l2(reinterpret_cast<const float4 *>(s.partial_out +
+                                                         static_cast<i64>(row) * kD + column));
+  }
+
   // All loads of a round are asked for before a weight is known, without a condition: a load under
   // one is followed by copies that wait for it. A wait that is over at once keeps them in front.
-  __device__ __forceinline__ void merge_row(u32 base, const MergeUnit &at, int head, int found,
-                                            int lane) const {
-    const int column = lane * 4;
-    const float *const values = s.partial_out + (column < kD ? column : 0);
+  __device__ __forceinline__ void keep_in_front(u32 base) const {
+    mbarrier_wait(base + S::kNever, 1);
+  }
+
+  __device__ __forceinline__ void merge_row(u32 base, const Row &at, int i, int lane) const {
+    const int column = lane * 4 < kD ? lane * 4 : 0;
+    int found = at.found;
     float top = -infinity(), sum = 0.f, acc[4] = {}, weight = 0.f;
     float2 state = make_float2(-infinity(), 0.f);
 #pragma unroll 1
     for (int done = 0, page = 0; done < at.total; done += kAtOnce, page += kAtOnce) {
-      if (page == kLook) page = 0, found = partial(at, done + lane);
+      if (page == kLook) page = 0, found = look_on(i, done + lane);
       const int left = at.total - done, last = page + left - 1;
       if (page == 0) {
         state = make_float2(-infinity(), 0.f);
@@ -135,10 +157,7 @@ class SharedMerge {
       }
       const auto weigh = [&] {
         if (page) return;
-        float most = state.x;
-#pragma unroll
-        for (int mask = 16; mask; mask /= 2) most = fmaxf(most, __shfl_xor_sync(kAll, most, mask));
-        most = fmaxf(most, top);
+        const float most = fmaxf(most_of<32>(state.x), top);
         const float shift = most == -infinity() ? 0.f : most;
         const float factor = top == -infinity() ? 0.f : exp2_of(top - shift);
         sum *= factor;
@@ -152,17 +171,15 @@ class SharedMerge {
         float4 v[kCount];
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
-          const int row = __shfl_sync(kAll, found, min(page + i, last));
-          v[i] = load_from_l2(
-              reinterpret_cast<const float4 *>(values + static_cast<i64>(row) * kD));
+          v[i] = values_of(__shfl_sync(kAll, found, min(page + i, last)), column);
         }
-        mbarrier_wait(base + S::kNever, 1);
+        keep_in_front(base);
         weigh();
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
           const float w = __shfl_sync(kAll, weight, page + i);
           sum += w;
-          acc[0] += w * v[i].x, acc[1] += w * v[i].y, acc[2] += w * v[i].z, acc[3] += w * v[i].w;
+          add_weighted(acc, w, v[i]);
         }
       };
       if (at.total <= kFew) {
@@ -171,15 +188,63 @@ class SharedMerge {
         add(Round<kAtOnce>());
       }
     }
+    const float norm = finish(top, sum, at.token, at.head, lane == 0);
+    if (lane * 4 < kD) store(at.token, at.head, column, acc, norm);
+  }
+
+  // Columns 32 * part and on; eight lanes have all of them, the others other partial results.
+  __device__ __forceinline__ void merge_part(u32 base, const Row &at, int i, int part,
+                                             int lane) const {
+    const int group = lane / 8, column = part * 32 + lane % 8 * 4;
+    int found = at.found;
+    float top = -infinity(), sum = 0.f, acc[4] = {};
+#pragma unroll 1
+    for (int done = 0; done < at.total; done += 32) {
+      if (done) found = look_on(i, done + lane);
+      const int left = at.total - done, last = min(left, 32) - 1;
+      float2 state = make_float2(-infinity(), 0.f);
+      if (lane < left) state = load_from_l2(s.partial_state + found);
+      float4 v[8];
+#pragma unroll
+      for (int k = 0; k < 8; ++k) {
+        v[k] = values_of(__shfl_sync(kAll, found, min(4 * k + group, last)), column);
+      }
+      keep_in_front(base);
+      const float most = fmaxf(most_of<32>(state.x), top);
+      const float shift = most == -infinity() ? 0.f : most;
+      const float factor = top == -infinity() ? 0.f : exp2_of(top - shift);
+      const float weight = exp2_of(state.x - shift) * state.y;
+      top = most, sum = fmaf(sum, factor, weight);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[e] *= factor;
+#pragma unroll
+      for (int k = 0; k < 8; ++k) add_weighted(acc, __shfl_sync(kAll, weight, 4 * k + group), v[k]);
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      acc[e] += __shfl_xor_sync(kAll, acc[e], 8);
+      acc[e] += __shfl_xor_sync(kAll, acc[e], 16);
+    }
+    const float norm = finish(top, sum_of<32>(sum), at.token, at.head, lane == 0 && part == 0);
+    if (group == 0) store(at.token, at.head, column, acc, norm);
+  }
+
+  // One over the sum, the sink included; and the log-sum-exp is stored, by one lane.
+  __device__ __forceinline__ float finish(float top, float sum, int token, int head,
+                                          bool speaks) const {
     float norm = sum == 0.f ? 0.f : __fdividef(1.f, sum), lse = lse_of(top, sum);
     if (p.sink) {
       const float2 both = with_sink(lse, load_sink(p, head));
       norm *= both.x, lse = both.y;
     }
-    if (lane == 0) store_lse(p, at.token, head, lse);
+    if (speaks) store_lse(p, token, head, lse);
+    return norm;
+  }
+
+  __device__ __forceinline__ void store(int token, int head, int column, const float (&acc)[4],
+                                        float norm) const {
     if (column >= p.head_dim_v) return;
-    char *const to =
-        p.out + at.token * p.out_token_stride + head * p.out_head_stride + column * 2;
+    char *const to = p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2;
     if (d.out_wide) {
       *reinterpret_cast<uint2 *>(to) =
           make_uint2(pack_pair<V::kCompute>(acc[0] * norm, acc[1] * norm),
@@ -195,6 +260,22 @@ class SharedMerge {
     static constexpr int kCount = kN;
   };
 
+  __device__ __forceinline__ static void add_weighted(float (&acc)[4], float w, float4 v) {
+    acc[0] += w * v.x, acc[1] += w * v.y, acc[2] += w * v.z, acc[3] += w * v.w;
+  }
+  // Of neighbouring lanes.
+  template <int kLanes>
+  __device__ __forceinline__ static float most_of(float x) {
+#pragma unroll
+    for (int mask = kLanes / 2; mask; mask /= 2) x = fmaxf(x, __shfl_xor_sync(kAll, x, mask));
+    return x;
+  }
+  template <int kLanes>
+  __device__ __forceinline__ static float sum_of(float x) {
+#pragma unroll
+    for (int mask = kLanes / 2; mask; mask /= 2) x += __shfl_xor_sync(kAll, x, mask);
+    return x;
+  }
   __device__ __forceinline__ static float exp2_of(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -204,4 +285,5 @@ class SharedMerge {
   const AttentionParams &p;
   const DecodeParams &d;
   const SharedParams &s;
+  const int rows;
 };

@@ -41,7 +41,7 @@ struct OwnKeys : DecodeProducts<V> {
 
   __device__ __forceinline__ OwnKeys(const AttentionParams &p, const DecodeParams &d,
                                      const SharedParams &s, const TensorMap *k_map,
-                                     const TensorMap *v_map, u32 base)
+                                     const TensorMap *v_map, const OwnStart &start, u32 base)
       : Products(p),
         d(d),
         s(s),
@@ -50,9 +50,8 @@ struct OwnKeys : DecodeProducts<V> {
         ring(base + S::kRings + threadIdx.x / 32 * kStages * kStageBytes),
         barrier(base + S::kOwnFull + threadIdx.x / 32 * kStages * 8),
         worker(blockIdx.x * kOwnWarps + threadIdx.x / 32) {
-    const int4 start = s.own_starts[worker].span;
-    now = s.own_starts[worker].request;
-    at = next = start.x, end = start.y, index = next_index = start.z;
+    now = start.request;
+    at = next = start.span.x, end = start.span.y, index = next_index = start.span.z;
     asm("" : "+r"(ring));  // or `base` takes a register of its own all along
   }
 
@@ -65,9 +64,10 @@ struct OwnKeys : DecodeProducts<V> {
     const int tile = (next & ~31) + lane;
     ahead.boxes = 0;
     if (tile < next || tile >= end) return;
-    while (tile >= found.line + found.tiles * p.heads_kv) found = s.own[++next_index];
-    ahead.head = (tile - found.line) / found.tiles;
-    const int key = found.first_key + (tile - found.line - ahead.head * found.tiles) * kKeys;
+    while (tile >= line_end(found)) found = s.own[++next_index];
+    const int segment = (tile - found.line) / found.tiles;
+    ahead.head = segment / found.row_blocks;
+    const int key = key_of(found, tile - found.line - segment * found.tiles);
     const i32 *const row =
         reinterpret_cast<const i32 *>(p.block_table + found.request * p.table_row_stride);
 #pragma unroll
@@ -126,22 +126,22 @@ struct OwnKeys : DecodeProducts<V> {
 #pragma unroll 1
     while (true) {
       const OwnRequest of = now;
-      const int head = (at - of.line) / of.tiles, first = of.line + head * of.tiles;
-      const int stop = min(end, first + of.tiles), count = of.q_len * p.group;
-      if (stop < end && stop >= of.line + of.tiles * p.heads_kv) now = s.own[++index];
+      const int segment = (at - of.line) / of.tiles, first = of.line + segment * of.tiles;
+      const int stop = min(end, first + of.tiles), head = segment / of.row_blocks;
+      const int block = segment - head * of.row_blocks, row = block * d.row_block;
+      const int count = min(d.row_block, of.q_len * p.group - row);
+      if (stop < end && stop >= line_end(of)) now = s.own[++index];
       DecodeState<V> state;
-      rows.prepare(p, d, as_request(of), head, 0, count);
-      rows.kv_begin = max(rows.kv_begin, of.first_key);
-      rows.free_begin = max(rows.free_begin, of.first_key);
+      rows.prepare(p, d, as_request(of), head, row, row + count);
 #pragma unroll
-      for (int j = 0; j < kRowTiles; ++j) {
+      for (int j = 0; j < kRowTiles && !V::kAlibi; ++j) {
         rows.slope[j][0] = rows.slope[j][1] = 0.f;  // takes no registers
       }
       state.clear();
       const bool final = at == first && stop == first + of.tiles && of.levels() == 0;
 #pragma unroll 1
       for (; at < stop; ++at) {
-        const int key = of.first_key + (at - first) * kKeys;
+        const int key = key_of(of, at - first);
         mbarrier_wait(barrier + stage * 8, parity);
         const u32 tile = ring + stage * kStageBytes;
         if (rows.all_see(key, kKeys)) {
@@ -155,7 +155,7 @@ struct OwnKeys : DecodeProducts<V> {
       }
       // The next queries are asked for before the results are stored.
       if (at < end) fetch(rows);
-      finish(state, of, head, count, final);
+      finish(state, of, head, block, count, final);
       if (at >= end) return;
     }
   }
@@ -164,16 +164,26 @@ struct OwnKeys : DecodeProducts<V> {
     return {r.request, r.q_begin, r.q_len, 0, r.kv_len};
   }
 
+  __device__ __forceinline__ int line_end(const OwnRequest &r) const {
+    return r.line + r.tiles * r.row_blocks * p.heads_kv;
+  }
+  // Of a tile of a segment.
+  __device__ __forceinline__ static int key_of(const OwnRequest &r, int tile) {
+    return tile < r.early_tiles ? r.early_key + tile * kKeys
+                                : r.first_key + (tile - r.early_tiles) * kKeys;
+  }
+
   // The queries of `at`, unused yet.
   __device__ __forceinline__ void fetch(Rows &rows) const {
-    const int head = (at - now.line) / now.tiles;
-    rows.fetch(p, d, as_request(now), head, 0, now.q_len * p.group);
+    const int segment = (at - now.line) / now.tiles, head = segment / now.row_blocks;
+    const int row = (segment - head * now.row_blocks) * d.row_block;
+    rows.fetch(p, d, as_request(now), head, row, min(row + d.row_block, now.q_len * p.group));
   }
 
   __device__ __forceinline__ void finish(const DecodeState<V> &state, const OwnRequest &of,
-                                         int head, int rows, bool final) const {
+                                         int head, int block, int rows, bool final) const {
     const int g = lane / 4, q = lane % 4;
-    const i64 partial = own_partial_row(p, d, s, of.place(), head, worker);
+    const i64 partial = own_partial_row(p, d, s, of.place(), head, block, worker);
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
 #pragma unroll
@@ -194,8 +204,8 @@ struct OwnKeys : DecodeProducts<V> {
           if (g == 0) s.partial_state[partial + row] = make_float2(state.top[j][x], sum);
           continue;
         }
-        const int in_request = token_of(d, row);
-        const int q_head = head * p.group + row - in_request * p.group;
+        const int in_head = block * d.row_block + row, in_request = token_of(d, in_head);
+        const int q_head = head * p.group + in_head - in_request * p.group;
         const i64 token = static_cast<i64>(of.q_begin) + in_request;
         float lse = lse_of(state.top[j][x], sum);
         if (p.sink) {

@@ -27,10 +27,10 @@ struct SharedLoads {
   const TensorMap *const k_map, *const v_map;
   const u32 base;
 
-  __device__ __forceinline__ void run() const {
+  __device__ __forceinline__ void run(const SharedStarts &from) const {
     const int lane = threadIdx.x % 32;
     const int boxes = kShareKeys >> s.box_shift, box = lane / kPanels, panel = lane % kPanels;
-    SharedWalk walk(p, s);
+    SharedWalk walk(p, s, from);
     int stage = 0;
     u32 phase = 0;
 #pragma unroll 1
@@ -60,6 +60,9 @@ struct SharedLoads {
         __syncwarp();
         if (box < boxes) {
           tma_load5(to + S::kKeys, k_map, where, base + S::kKeyFull + 8 * stage, kEvictNormal);
+        }
+        if constexpr (V::kInside) {
+          mbarrier_wait(base + S::kRows, 0);  // the schedule is made in the memory of values
         }
         mbarrier_wait(base + S::kValueEmpty + 8 * stage, phase ^ 1);
         if (lane == 0) mbarrier_arrive_expect(base + S::kValueFull + 8 * stage, S::kStageBytes);
@@ -91,7 +94,8 @@ struct SharedProducts {
   int slot = 0;  // the next block's stage
   u32 phase = 0;
   int before;  // the stage of the values that are not added up yet: one or two behind
-  float score[kShareKeys / 2], acc[kD / 2], top[2], sum[2];
+  float score[kShareKeys / 2], acc[kD / 2], top[2], sum[2], slope[2];
+  int distance[2];
   u32 weight[kShareKeys / 16][4];
 
   __device__ __forceinline__ SharedProducts(const AttentionParams &p, const DecodeParams &d,
@@ -142,9 +146,41 @@ struct SharedProducts {
     wgmma_commit();
   }
 
-  // Soft cap; then what lies past the end of the piece.
-  __device__ __forceinline__ void modify(int valid) {
-    if (p.softcap > 0.f) SoftCap(s.cap_scale, p.softcap * kLog2e).apply(score);
+  // Of the rows of this thread, for ALiBi: slopes to base 2, and how far in front of the piece's
+  // first key of this thread a row is.
+  __device__ __forceinline__ void look_up_slopes(const SharedWalk &walk, int first_token,
+                                                 int rows) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      slope[h] = 0.f, distance[h] = 0;
+      const int row = thread / 32 * 16 + lane / 4 + 8 * h, token = token_of(d, row);
+      if (row >= rows) continue;
+      const int4 of = walk.rows[first_token + token];
+      const int head = walk.head * p.group + row - token * p.group;
+      slope[h] = kLog2e * load_float(p.alibi_slopes, of.z * p.alibi_batch_stride +
+                                                         head * p.alibi_head_stride);
+      distance[h] = walk.key + 2 * (lane & 3) - of.y;
+    }
+  }
+
+  // Soft cap, ALiBi; then what lies past the end of the piece. `n`: blocks before this one.
+  __device__ __forceinline__ void modify(int n, int valid) {
+    if (p.softcap > 0.f) SoftCap(s.modify_scale, p.softcap * kLog2e).apply(score);
+    if constexpr (V::kAlibi) {
+      const float scale = p.softcap > 0.f ? 1.f : s.modify_scale;
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float first = slope[h] * static_cast<float>(distance[h] + n * kShareKeys);
+#pragma unroll
+        for (int i = 0; i < kShareKeys / 8; ++i) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float &x = score[4 * i + 2 * h + e];
+            x = fmaf(x, scale, fmaf(slope[h], static_cast<float>(8 * i + e), first));
+          }
+        }
+      }
+    }
     if (valid >= kShareKeys) return;
     const int limit = valid - 2 * (lane & 3);
 #pragma unroll
@@ -218,7 +254,7 @@ struct SharedProducts {
       const int row = i * (128 / kChunks) + thread / kChunks, token = token_of(d, row);
       v[i] = make_uint4(0u, 0u, 0u, 0u);
       if (row >= rows || chunk * 8 >= p.head_dim) continue;
-      const i64 at = s.tokens[first_token + token];
+      const i64 at = walk.rows[first_token + token].x;
       v[i] = *reinterpret_cast<const uint4 *>(
           p.q + at * p.q_token_stride +
           (walk.head * p.group + row - token * p.group) * p.q_head_stride + chunk * 16);
@@ -245,7 +281,7 @@ struct SharedProducts {
     give_back(S::kKeyEmpty, slot);
     advance();
     int n = first;
-    modify(n == blocks - 1 ? tail : kShareKeys);
+    modify(n, n == blocks - 1 ? tail : kShareKeys);
     fold<true>(factor);
     pack_weights();
 #pragma unroll 1
@@ -260,7 +296,7 @@ struct SharedProducts {
       wgmma_wait<1>();
       pin(score);
       give_back(S::kKeyEmpty, slot);
-      modify(n == blocks - 1 ? tail : kShareKeys);
+      modify(n, n == blocks - 1 ? tail : kShareKeys);
       const bool grew = fold<false>(factor);
       // Over at once; a boundary of blocks, which keeps the exponentials in front of the wait
       // below.
@@ -306,8 +342,8 @@ struct SharedProducts {
   }
 
   // Everything, the merge included: an instruction behind the loop would cost its registers.
-  __device__ __forceinline__ void run() {
-    SharedWalk walk(p, s);
+  __device__ __forceinline__ void run(const SharedStarts &from) {
+    SharedWalk walk(p, s, from);
 #pragma unroll 1
     for (bool again = false;; again = true) {
       if (!walk.done()) {
@@ -316,6 +352,7 @@ struct SharedProducts {
         const int rows = max(0, min(half, walk.tokens - skipped)) * p.group;
         if (again) named_barrier_sync(2 + group, 128);
         gather(walk, walk.first_token + skipped, rows);
+        if constexpr (V::kAlibi) look_up_slopes(walk, walk.first_token + skipped, rows);
 #pragma unroll
         for (int i = 0; i < kD / 2; ++i) acc[i] = 0.f;
 #pragma unroll

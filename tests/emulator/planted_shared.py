@@ -6,16 +6,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from prefixes import SHARED, make_shared, once
+import numpy as np
+from prefixes import SHARED, cascade, check_nodes, make_shared, once, schedule_of, sets_of
+
+from cupyflash.prefix_search import find_prefix_tree
 
 from .planted import Planted
 
 __all__ = ["PLANTED_SHARED"]
 
-KERNEL, SCHEDULE = "attention_shared_sm90.cu", "schedule_shared.cu"
+KERNEL, SEARCH = "attention_shared_sm90.cu", "find_prefixes.cu"
+SCHEDULE = "schedule_shared.cu"
 _PAIR = SHARED.replace(lengths=((1, 420), (1, 300)), num_heads_kv=1, head_dim=64)
 _FULL = SHARED.replace(lengths=((1, 470),) * 20, num_heads_kv=1, head_dim=64)  # two warpgroups
 _LONG = _FULL.replace(lengths=((1, 1200),) * 20)  # more blocks than stages
+_WINDOW = SHARED.replace(lengths=((1, 300), (2, 280), (1, 330), (1, 290)), window_size=(200, 0))
+_ROWS = SHARED.replace(lengths=((5, 300), (2, 280)))  # more than read own keys together
+_ALIBI = _FULL.replace(lengths=((1, 270),) * 20, alibi="head")  # shared keys are near
 _SHORT = SHARED.replace(lengths=((0, 0), (4, 60), (1, 200), (1, 100)), group_size=1)
 
 
@@ -24,12 +31,39 @@ class PlantedShared(Planted):
     """With a prefix that all requests share."""
 
     keys: int = 256
+    ahead: bool = False
 
     def attend(self) -> None:
         inputs, tree = make_shared(self.case, [(range(len(self.case.lengths)), self.keys)])
+        if self.ahead:
+            cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
+            return
         if self.case is _SHORT:
             inputs.args["block_table"][0, :] = 2**31 - 1
         inputs.check(once(tree))
+
+
+@dataclass(frozen=True)
+class PlantedSearch(Planted):
+    """In the search for shared blocks; two levels, compared in two parts."""
+
+    def attend(self) -> None:
+        requests, columns = 40, 300
+        table = np.arange(requests * columns, dtype=np.int32).reshape(requests, columns)
+        table[::2, :280], table[1::2, :20] = table[0, :280], table[1, :20]
+        table[1::4, 20:40] = table[1, 20:40]
+        table[4, 265:280] = -2 - np.arange(15)
+        table[[8, 12], 265] = table[1, 20]  # the next block of two groups
+        lengths = np.full(requests, 16 * columns, np.int32)
+        lengths[5] = 16 * 35 + 1  # its last block is not shared
+        found = find_prefix_tree(table, lengths, 16)
+        assert sorted(found.order) == list(range(requests))
+        check_nodes(found)
+        even, odd = (frozenset(range(first, requests, 2)) for first in (0, 1))
+        outer, inner, _ = sets_of(found)
+        assert outer == {(even, 16 * 265), (odd, 16 * 20)}, outer
+        assert (frozenset(range(1, requests, 4)), 16 * 35) in inner, inner
+        assert (frozenset([8, 12]), 16 * 280) in inner, inner
 
 
 def _body(function: str) -> str:
@@ -40,7 +74,7 @@ def _body(function: str) -> str:
 PLANTED_SHARED = [
     PlantedShared("shared: nothing", KERNEL, "", "", _FULL),
     PlantedShared("shared: nothing, in turns", KERNEL, "", "", _PAIR),
-    PlantedShared("shared: nothing, some leave", SCHEDULE, "", "", _SHORT, keys=64),
+    PlantedShared("shared: nothing, some leave", KERNEL, "", "", _SHORT, keys=64),
     PlantedShared("shared: no wait for keys", KERNEL, r"mbarrier_wait\(base \+ S::kKeyFull \+ 8 \* slot, phase\);(\s*wgmma_fence)", r"\1", _FULL),
     PlantedShared("shared: no wait for values", KERNEL, _body("wait_for_values"), r"\1 {}", _FULL),
     PlantedShared("shared: values of the wrong phase", KERNEL, r"before > slot \? 1u : 0u", "before > slot ? 0u : 1u", _PAIR),
@@ -53,6 +87,26 @@ PLANTED_SHARED = [
     PlantedShared("shared: counter without order", KERNEL, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _FULL),
     PlantedShared("shared: own keys of the wrong phase", KERNEL, r"(mbarrier_wait\(barrier \+ stage \* 8, parity)\);", r"\1 ^ 1);", _FULL),
     PlantedShared("shared: own keys are refilled too early", KERNEL, r"__syncwarp\(\);(\s*ask\(stage\))", r"\1", _FULL.replace(lengths=((1, 900),) * 20)),
-    PlantedShared("shared: keys that a row does not see", SCHEDULE, r"node\[l\]\.y <= seen\)", "node[l].y <= kv_len)", _SHORT, keys=64),
-    PlantedShared("shared: the table row of one that left", SCHEDULE, r"x\.tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
+    PlantedShared("shared: keys that a row does not see", KERNEL, r"end <= seen\)", "end <= own.kv_len)", _SHORT, keys=64),
+    PlantedShared("shared: the table row of one that left", KERNEL, r"x\.tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
+    PlantedShared("shared: rows are merged before it is known how", KERNEL, r"(int at = warp;[^\n]*\n\s*)if constexpr \(V::kInside\) mbarrier_wait\(base \+ S::kRows, 0\);", r"\1;", _FULL),
+    PlantedShared("shared: values arrive where the schedule is made", KERNEL, r"mbarrier_wait\(base \+ S::kRows, 0\);([^\n]*memory of values)", r"\1", _FULL),
+    PlantedShared("shared: the schedule is read before it is there", KERNEL, r"(schedule\.starts\([^)]*\);\s*fence_async_proxy\(\);)\s*__syncthreads\(\);", r"\1", _FULL),
+    PlantedShared("shared: neighbours write the same request", KERNEL, r"s\.own\[at \+ ahead\]", "s.own[at]", _FULL),
+    PlantedShared("shared: keys that a window hides", KERNEL, r"Place::shared_from\(mine\.all_seen\)", "mine.all_seen & -kShareKeys", _WINDOW),
+    PlantedShared("shared: keys between a window and the shared ones", KERNEL, r"begin - first_seen \+ size - 1", "begin - first_seen", _WINDOW),
+    PlantedShared("shared: ALiBi of the first block for all", KERNEL, r"distance\[h\] \+ n \* kShareKeys", "distance[h]", _ALIBI),
+    PlantedShared("shared: queries of the first row block", KERNEL, r"row = block \* d\.row_block;", "row = 0;", _ROWS),
+    PlantedShared("shared: partial results of one part of a row", KERNEL, r"min\(4 \* k \+ group, last\)", "min(4 * k, last)", _PAIR, num_sms=4),
+    PlantedShared("schedule: nothing", SCHEDULE, "", "", _FULL, ahead=True),
+    PlantedShared("schedule: all write what they meet", SCHEDULE, r"common && x\.own_line\[at\] < begin", "false", _FULL, ahead=True),
+    PlantedShared("schedule: all write the tokens they meet", SCHEDULE, r"common \? begin : begin \+ each - 1", "begin + each - 1", _FULL, ahead=True),
+    PlantedShared("schedule: the counter is as it was", SCHEDULE, r"\*s\.arrivals = 0;", ";", _FULL, ahead=True),
+    PlantedSearch("search: nothing", SEARCH, "", "", SHARED),
+    PlantedSearch("search: a leader that is not the first", SEARCH, r"atomicMin\(&x\.slot\[at\], r\);", "", SHARED),
+    PlantedSearch("search: members of different groups", SEARCH, r"leader_before\(level, other\) != before\[e\]", "false", SHARED),
+    PlantedSearch("search: ends before all have compared", SEARCH, r"compare\(level\);\s*cluster_sync\(\);", "compare(level);", SHARED),
+    PlantedSearch("search: only the first part is compared", SEARCH, r"if \(first >= last\) continue;", "if (first > 0) continue;", SHARED),
+    PlantedSearch("search: blocks of this step", SEARCH, r"p\.seqused_k\[r\] - q_len", "p.seqused_k[r] + 15", SHARED),
+    PlantedSearch("search: levels end where blocks still are alike", SEARCH, r"a\[i\] != b\[i\]", "false", SHARED),
 ]  # fmt: skip
