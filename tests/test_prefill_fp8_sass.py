@@ -28,3 +28,12 @@ def test_the_inner_loop(head_dim, keys):
     assert not any(
         "STL" in text or "LDL" in text for text in instructions(variant, disassembler())[0]
     )
+
+
+def test_one_thing_after_the_other():
+    variant = VARIANTS["attention_fwd_sm90_fp8_d256_n128"]
+    loop = inner_loop(variant, 128)
+    assert loop.count("QGMMA") == 256 // 32 + 4 * 128 // 32
+    assert not any(
+        "STL" in text or "LDL" in text for text in instructions(variant, disassembler())[0]
+    )

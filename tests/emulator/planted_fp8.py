@@ -15,6 +15,7 @@ _TILES = Case(lengths=((140, 500),), num_heads_kv=1, group_size=2, head_dim=64, 
               descale=True, q_type="e4m3", kv_type="e4m3")  # fmt: skip
 _TAIL = _TILES.replace(lengths=((33, 0), (70, 7)), causal=False)  # tiles with rows of others
 _GROWING = _TILES.replace(pattern="outlier", lengths=((64, 700),), group_size=1, head_dim=128)
+_WIDE = _TILES.replace(head_dim=256)
 _AGAIN = Case(lengths=((130, 30), (200, 0)), group_size=2, head_dim=128, causal=True, page_size=16,
               pattern="outlier", q_type="e4m3", kv_type="e4m3")  # fmt: skip
 
@@ -84,5 +85,41 @@ PLANTED_FP8 = [
         r"__syncwarp\(\);  // all lanes have read the tile before this one\n",
         "\n",
         _AGAIN,
+    ),
+    Planted("fp8, 256 wide: nothing", KERNEL, "", "", _WIDE),
+    Planted(
+        "fp8, 256 wide: values in the buffer of the next ones",
+        KERNEL,
+        r"slot = k\.slot \^ 1",
+        "slot = k.slot",
+        _WIDE,
+    ),
+    Planted(
+        "fp8, 256 wide: values waited for in the wrong phase",
+        KERNEL,
+        r"k\.parity \^ slot\)",
+        "k.parity)",
+        _WIDE,
+    ),
+    Planted(
+        "fp8, 256 wide: every part of O from the first columns",
+        KERNEL,
+        r"kDim \+ part \* kColumns",
+        "kDim",
+        _WIDE,
+    ),
+    Planted(
+        "fp8, 256 wide: queries given back before their last product",
+        KERNEL,
+        r"if \(n == t\.n_begin\) leave_queries",
+        "if (n == t.n_begin + 1) leave_queries",
+        _WIDE,
+    ),
+    Planted(
+        "fp8: values of a tile before it is described",
+        KERNEL,
+        r"mbarrier_wait\(shared_address\(&r\.tile_full[^;]*;",
+        ";",
+        _TILES,
     ),
 ]
