@@ -108,6 +108,18 @@ def test_pieces_of_one_request(num_sms, order):
         assert len(device.reports) == 1
 
 
+@pytest.mark.parametrize("heads", [5, 70])
+def test_who_arrives_last_does_not_show(heads):
+    """Parts are merged by a block that has more to do, or by one that has not: the same bits."""
+    case = CASE.replace(lengths=((1, 700), (2, 1500), (1, 300)), group_size=heads, page_size=64)
+    inputs, found = case.make(), set()
+    for order in range(8):
+        with emulated("sm_90", seed=order, num_sms=8), hopper_latent():
+            out, lse = inputs.call(flash_attn_varlen_func)
+        found.add(out.tobytes() + lse.tobytes())
+    assert len(found) == 1
+
+
 @pytest.mark.parametrize("num_sms", [3, 7, 16])
 def test_spans_end_inside_of_requests(num_sms):
     lengths = ((1, 700), (2, 61), (1, 0), (4, 300), (0, 5), (1, -1), (3, -3), (1, 127))

@@ -26,7 +26,6 @@ __device__ __forceinline__ float beside_sink(const AttentionParams &p, int head,
 
 struct LatentMerge {
   static constexpr u32 kAll = 0xffffffffu;
-  static constexpr int kMostSpans = 160;  // that the host plans
   static constexpr int kRoom = 96;        // partial rows that the stages of keys take at a time
   static constexpr int kRowBytes = kLatentDim * 4;
   static_assert((kRoom + 1) * kRowBytes <= kLatentStages * kLatentStageBytes, "");
@@ -57,8 +56,8 @@ struct LatentMerge {
     // already: the grid is no larger than what runs at the same time. The first two never wait:
     // theirs may be the ends of spans that have more to do.
     const int helpers = count >= 8 ? min(count - 2, rows) : 1;
-    int &turn = tiles.rest().turn;  // results have been read
-    named_barrier_sync(kValuesOnly, 256);
+    int &turn = tiles.rest().turn;
+    named_barrier_sync(kValuesOnly, 256);  // all of the piece is stored
     if (threadIdx.x == 128) {
       u32 *const counter = d.arrivals + piece.first_span * l.side + lane_of_side;
       const int before = static_cast<int>(arrive_and_wrap(counter, count - 1));
@@ -198,67 +197,44 @@ struct LatentMerge {
     return norm;
   }
 
-  // The same where the stages are not free: kRows rows and kParts slots of each at a time. A thread
-  // takes two columns.
+  // The same sums, in the same order, where the stages are not free: which block is the last to
+  // arrive must not show in the bits.
   __device__ __forceinline__ void by_registers(int first, int step) const {
-    constexpr int kRows = 2, kParts = 8;
-    const int rows = s.row_end - s.row_begin, lane = threadIdx.x % 32;
-    const int column = (threadIdx.x - 128) * 2, from = (column < p.head_dim_v ? column : 0) * 4;
-    // The states that this lane looks after: of the row `lane / kParts` of a step, and every part
-    // that leaves the remainder `lane % kParts`.
-    const int my_row = lane / kParts % kRows, my_part = lane % kParts;
+    constexpr int kAtOnce = 8;
+    const int rows = s.row_end - s.row_begin, thread = threadIdx.x - 128;
+    const int each = min(8, kMostSpans / count), from = min(thread * 8, p.head_dim_v * 4 - 8);
+    float *const weights = tiles.rest().part_weights;
 #pragma unroll 1
-    for (int row = first; row < rows; row += kRows * step) {
-      const auto row_at = [&](int i) { return min(row + i * step, rows - 1); };
-      float top = -infinity(), sum = 0.f, acc[kRows][2] = {};
-#pragma unroll 1
-      for (int part = my_part; part < count; part += kParts) {
-        top = fmaxf(top, state_at(part, row_at(my_row)).x);
+    for (int row = first; row < rows; row += each * step) {
+      const int there = min(each, (rows - row + step - 1) / step), total = there * count;
+      if (thread / 32 < there) {
+        weigh(row + thread / 32 * step, 0, count, weights + thread / 32 * count);
       }
-#pragma unroll
-      for (int mask = 1; mask < kParts; mask *= 2) {
-        top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
-      }
-      if (top == -infinity()) top = 0.f;
+      named_barrier_sync(kValuesOnly, 256);
+      int part = 0, r = row, next_part = 0, next_row = row;  // added up, and loaded
+      float2 sum = {0.f, 0.f};
 #pragma unroll 1
-      for (int part = 0; part < count; part += kParts) {
-        float2 v[kRows][kParts];
+      for (int begin = 0; begin < total; begin += kAtOnce) {
+        float2 v[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < kRows; ++i) {
+        for (int j = 0; j < kAtOnce; ++j) {
+          v[j] = load_from_l2(reinterpret_cast<const float2 *>(
+              partial_at(next_part, min(next_row, rows - 1)) + from));
+          if (++next_part == count) next_part = 0, next_row += step;
+        }
 #pragma unroll
-          for (int j = 0; j < kParts; ++j) {
-            v[i][j] = load_from_l2(reinterpret_cast<const float2 *>(
-                partial_at(min(part + j, count - 1), row_at(i)) + from));
+        for (int j = 0; j < kAtOnce; ++j) {
+          if (begin + j >= total) continue;
+          const float weight = weights[begin + j];
+          sum.x = fmaf(weight, v[j].x, sum.x), sum.y = fmaf(weight, v[j].y, sum.y);
+          if (++part < count) continue;
+          if (thread * 2 < p.head_dim_v) {
+            store_pair(p, out_at(place_of(r)) + thread * 4, sum.x, sum.y);
           }
-        }
-        float weight = 0.f;
-        if (part + my_part < count) {
-          const float2 state = state_at(part + my_part, row_at(my_row));
-          weight = exp2_approx(state.x - top) * state.y;
-        }
-        sum += weight;
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-          for (int j = 0; j < kParts; ++j) {
-            const float w = __shfl_sync(kAll, weight, i * kParts + j);
-            acc[i][0] = fmaf(w, v[i][j].x, acc[i][0]), acc[i][1] = fmaf(w, v[i][j].y, acc[i][1]);
-          }
+          sum = {0.f, 0.f}, part = 0, r += step;
         }
       }
-#pragma unroll
-      for (int mask = 1; mask < kParts; mask *= 2) sum += __shfl_xor_sync(kAll, sum, mask);
-      const bool mine = column < 64 && my_part == 0 && lane < kRows * kParts;
-      const float norm =
-          finish(row_at(my_row), top, sum, mine && row + my_row * step < rows);
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const float scale = __shfl_sync(kAll, norm, i * kParts);
-        if (row + i * step < rows && column < p.head_dim_v) {
-          store_pair(p, out_at(place_of(row + i * step)) + column * 2, acc[i][0] * scale,
-                     acc[i][1] * scale);
-        }
-      }
+      named_barrier_sync(kValuesOnly, 256);
     }
   }
 };

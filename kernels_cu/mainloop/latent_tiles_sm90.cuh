@@ -20,6 +20,8 @@ constexpr int kLatentSteps = kRowDim / 16, kHeldSteps = kLatentDim / 16 - 1;
 constexpr int kPieceDone = 1, kPieceReady = 4, kScoresOnly = 5, kValuesOnly = 6;
 constexpr int kStaged = 7, kStagedThreads = 256 + 32;
 
+constexpr int kMostSpans = 160;  // that the host plans
+
 // The keys that a block takes of a segment.
 struct LatentPiece {
   Segment segment;       // slot: of the partial result; -1: the result itself
@@ -46,8 +48,9 @@ struct LatentTiles {
     union {
       float factor[2][kLatentRows];  // of the sums before a tile, by its parity
       Results results;               // after the last one
-      int turn;                      // after those
+      float part_weights[kMostSpans];  // of parts that are merged
     };
+    int turn;  // in merging
     LatentPiece piece[2];
     int newest;  // of them
     LatentCursor cursor;
