@@ -18,7 +18,7 @@ from .launch import launch, stream_handle
 from .layout import Layout
 from .params import KernelArgs
 from .span_plan import SpanPlan
-from .workspace import scratch_of
+from .workspace import with_memory
 
 __all__ = ["attend", "usable_bytes"]
 
@@ -55,14 +55,12 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
     nbytes = max([part.plan.forward.workspace_bytes for part in parts])
     out, lse = results(call, device, given)
     queue = device.current_stream() if given is None else given
-    if not nbytes or workspace is not None:
+
+    def launches(block: Any, counters: Any) -> None:
         for part in parts:
-            part.queue(call, device, (out, lse), workspace, None, queue)
-    else:
-        with scratch_of(device, queue) as scratch:
-            block = scratch.reserve(nbytes)
-            for part in parts:
-                part.queue(call, device, (out, lse), block, scratch.counters, queue)
+            part.queue(call, device, (out, lse), block, counters, queue)
+
+    with_memory(device, queue, workspace, nbytes, launches)
     return out, lse
 
 

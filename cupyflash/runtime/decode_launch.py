@@ -15,7 +15,7 @@ from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
 from .tensor_map import rows_refusal
-from .workspace import COUNTERS, scratch_of
+from .workspace import COUNTERS, with_memory
 
 __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
 
@@ -99,12 +99,11 @@ def attend_decode(
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
     found = results(call, device, stream)
-    if workspace is not None or not plan.attend.workspace_bytes:
-        _queue(call, plan, device, found, table, workspace, None, stream)
-        return found
-    with scratch_of(device, stream) as scratch:
-        block = scratch.reserve(plan.attend.workspace_bytes)
-        _queue(call, plan, device, found, table, block, scratch.counters, stream)
+
+    def queue(block: Any, counters: Any) -> None:
+        _queue(call, plan, device, found, table, block, counters, stream)
+
+    with_memory(device, stream, workspace, plan.attend.workspace_bytes, queue)
     return found
 
 

@@ -17,7 +17,7 @@ from .layout import Layout
 from .mla_plan import MlaPlan, make_mla_plan
 from .params import KernelArgs
 from .tensor_map import PROMOTE_128B, SWIZZLE_128B, ZERO_FILL, rows_refusal
-from .workspace import scratch_of
+from .workspace import with_memory
 
 __all__ = ["attend_latent"]
 
@@ -57,12 +57,11 @@ def attend_latent(call: Call, workspace: Any, stream: Any, hopper: bool = False)
     plan = by_tma or _plan(call.layout, device.info, limit)
     found = results(call, device, given)
     nbytes = (plan.attend if isinstance(plan, LatentPlan) else plan.forward).workspace_bytes
-    if not nbytes or workspace is not None:
-        _queue(call, plan, device, found, workspace if nbytes else None, None, queue)
-    else:
-        with scratch_of(device, queue) as scratch:
-            block = scratch.reserve(nbytes)
-            _queue(call, plan, device, found, block, scratch.counters, queue)
+
+    def launches(block: Any, counters: Any) -> None:
+        _queue(call, plan, device, found, block, counters, queue)
+
+    with_memory(device, queue, workspace, nbytes, launches)
     return found
 
 

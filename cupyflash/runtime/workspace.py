@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ from .device import Device
 from .errors import CaptureError
 from .recording import Recording, current_recording
 
-__all__ = ["COUNTERS", "MAILBOX", "Scratch", "free_workspaces", "scratch_of"]
+__all__ = ["COUNTERS", "MAILBOX", "Scratch", "free_workspaces", "scratch_of", "with_memory"]
 
 _GRAIN = 1 << 20
 _PER_THREAD_STREAM = 2
@@ -130,6 +131,37 @@ def scratch_of(device: Device, stream: int | None) -> Scratch:
         with _making:
             found = _scratch.setdefault(key, Scratch(device, handle))
     return found
+
+
+def with_memory(
+    device: Device,
+    stream: int,
+    workspace: Any,
+    nbytes: int,
+    queue: Callable[[Any, Any], None],
+) -> None:
+    """Let a call queue its launches with the memory they need.
+
+    Parameters
+    ----------
+    device : Device
+    stream : int
+    workspace : array [bytes], uint8, or None
+        The caller's; the stream's own if None.
+    nbytes : int
+        What the launches need.
+    queue : callable
+        Called once, with the memory (None where none is needed) and the stream's
+        `Scratch.counters`. These are None where the memory is the caller's, which may hold
+        anything: the launches then have counters in it, and clear them.
+    """
+    if not nbytes:
+        queue(None, None)
+    elif workspace is not None:
+        queue(workspace, None)
+    else:
+        with scratch_of(device, stream) as scratch:
+            queue(scratch.reserve(nbytes), scratch.counters)
 
 
 def free_workspaces() -> int:
