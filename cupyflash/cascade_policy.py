@@ -73,11 +73,11 @@ class _Costs(NamedTuple):
     own: float = 0.225  # a megabyte
     block: float = 1.035  # 64 shared keys against 128 rows, on one multiprocessor
     state: float = 0.00038  # a partial result of a row
-    schedule: float = 12.0  # a launch before, where it is not made ahead
+    schedule: float = 6.0  # made in the launch, where it is not made ahead
 
 
 _COSTS = _Costs()
-_LEAST_GAIN, _LEAST_RATIO = 2.0, 0.05  # microseconds; of plain decode
+_LEAST_GAIN, _LEAST_RATIO = 2.5, 0.1  # microseconds; of plain decode
 _BLOCK_KEYS, _BLOCK_ROWS, _TILE_KEYS, _OWN_WARPS = 64, 128, 16, 4
 
 
@@ -146,7 +146,7 @@ def shared_prefix_pays(
 ) -> bool:
     """Whether reading a shared prefix once is faster on compute capability 9.0, as measured.
 
-    It has to win 2 microseconds and 5 % by `predict_microseconds`, which may be off by as much.
+    It has to win 2.5 microseconds and 10 % by `predict_microseconds`, which may be off by as much.
 
     Parameters
     ----------
