@@ -12,7 +12,7 @@ CUDA   ?= $(shell nvidia-smi 2>/dev/null | sed -n 's/.*CUDA Version: \([0-9]*\).
 HAVE_GPU := $(shell nvidia-smi -L 2>/dev/null | head -n 1)
 PYTEST := $(PY) -m pytest -n $(JOBS) --dist worksteal
 
-.PHONY: demo test test-deep test-gpu test-gpu-deep sanitize lint format bench clean
+.PHONY: demo test test-deep test-gpu test-gpu-deep sanitize sanitize-hopper lint format bench clean
 
 demo: $(VENV)/.demo
 	$(PY) -m examples.serve_smollm2

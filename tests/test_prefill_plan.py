@@ -42,7 +42,8 @@ def test_boxes_are_parts_of_a_page_and_of_a_tile(page, box):
 
 @pytest.mark.parametrize(
     ("changes", "rows", "keys"),
-    [({"causal": False, "max_seqlen_k": 8192}, 192, 128), ({"causal": False, "max_seqlen_q": 512}, 256, 64),
+    [({"causal": False, "max_seqlen_k": 8192}, 192, 128),
+     ({"causal": False, "max_seqlen_q": 512}, 256, 64),
      ({"max_seqlen_q": 512, "max_seqlen_k": 512}, 256, 64), ({"max_seqlen_q": 32}, 128, 128),
      ({"max_seqlen_k": 8192, "max_seqlen_q": 8192}, 192, 128), ({"softcap": 5.0}, 128, 128),
      ({"softcap": 5.0, "max_seqlen_k": 8192}, 192, 96)],

@@ -73,7 +73,7 @@ struct PrefillShared : AlignedShared {
       mbarrier_init(shared_address(&r.value_empty[i]), kComputeWarps);
     }
     mbarrier_init(shared_address(&r.value_raw), 1);
-    mbarrier_init(shared_address(&r.drained), kComputeWarps + (kStaged ? 1 : 0));
+    mbarrier_init(shared_address(&r.drained), kComputeWarps + (kStaged ? 3 : 2));
     mbarrier_init_fence();
     r.again = kNoLink;
   }
@@ -188,6 +188,12 @@ struct PrefillLoader : BoxLoader<V, 64> {
     return shared.rest().tile[slot];
   }
 
+  // The message may be replaced: no buffer that is given back says that this warp has read it.
+  __device__ __forceinline__ void note_drain() const {
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(&shared.rest().drained));
+  }
+
   // ---- keys
 
   __device__ __forceinline__ void run_keys() const {
@@ -199,7 +205,10 @@ struct PrefillLoader : BoxLoader<V, 64> {
       __syncwarp();  // it may be replaced once the first of its keys are there
       const int item = t.item, begin = t.n_begin;
       if (item == kStop) return;
-      if (item == kDrain) continue;
+      if (item == kDrain) {
+        note_drain();
+        continue;
+      }
       const int claim_at = is_short(t) ? begin - 1 : begin + kClaimAhead;
 #pragma unroll 1
       for (int n = t.n_end - 1; n >= begin; --n) {
@@ -227,7 +236,10 @@ struct PrefillLoader : BoxLoader<V, 64> {
       __syncwarp();  // it may be replaced once the first of its keys are there
       const int item = t.item, begin = t.n_begin;
       if (item == kStop) return;
-      if (item == kDrain) continue;
+      if (item == kDrain) {
+        note_drain();
+        continue;
+      }
 #pragma unroll 1
       for (int n = t.n_end - 1; n >= begin; --n) {
         const int from = max(0, t.own_begin - n * kKeys), until = t.own_end - n * kKeys;

@@ -11,6 +11,8 @@ __all__ = ["PLANTED_PREFILL"]
 _TILES = Case(lengths=((300, 200),), num_heads_kv=2, group_size=2, head_dim=64, causal=True,
               q_type="bf16", kv_type="bf16")  # fmt: skip
 _TAIL = _TILES.replace(lengths=((140, 60), (40, 0), (70, 3)))  # tiles with rows of others
+_AGAIN = Case(lengths=((1, 0), (1, 0), (17, 255)), num_heads_kv=2, group_size=8, q_type="bf16",
+              kv_type="bf16", head_dim=64, head_dim_v=128, pattern="spiky", seed=2556)  # fmt: skip
 _ONE_BUFFER = _TILES.replace(head_dim=256)
 _WINDOW = _TILES.replace(window_size=(90, 0), causal=False)
 
@@ -58,6 +60,13 @@ PLANTED_PREFILL = [
         r"mbarrier_wait\(shared_address\(&r\.query_empty\[slot\]\), ~round & 1\);",
         ";",
         _TILES,
+    ),
+    Planted(
+        "handed over: a message in the place of one that is still read",
+        PREFILL,
+        r"mbarrier_wait\(shared_address\(&r\.drained\), 0\);",
+        ";",
+        _AGAIN,
     ),
     Planted(
         "passed over: keys that are never given back",
