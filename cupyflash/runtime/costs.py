@@ -6,17 +6,19 @@ from .problem import AttentionProblem
 
 __all__ = ["ALONE", "beside_prefill"]
 
-# Of one multiprocessor, a nanosecond: FLOPs of the prefill kernels; bytes of the decode kernel. An
-# H200 read 44 alone and 40 beside a prefill; with fewer multiprocessors than that asks for the end
-# is late by more than with too many, hence a third less.
-_PREFILL_FLOPS, _PREFILL_FLOPS_8_BIT, _DECODE_BYTES = 4900.0, 5400.0, 27.0
+# Of one multiprocessor, a nanosecond: FLOPs of the prefill kernels; bytes of the decode kernel,
+# fewer than it reads: with too few multiprocessors the end is late by more than with too many.
+_PREFILL_FLOPS, _PREFILL_FLOPS_8_BIT = 4900.0, 5400.0
+_DECODE_BYTES, _DECODE_BYTES_PLAIN = 27.0, 34.0
 _MEMORY_BYTES = 4400.0  # of the whole GPU
 
 ALONE = (0.0, 0.0, 0.0)
 """Of a launch that shares the GPU with no other."""
 
 
-def beside_prefill(problem: AttentionProblem, tile_bytes: int) -> tuple[float, float, float]:
+def beside_prefill(
+    problem: AttentionProblem, tile_bytes: int, plain: bool
+) -> tuple[float, float, float]:
     """What a decode launch weighs to find how many multiprocessors it takes.
 
     Parameters
@@ -24,6 +26,8 @@ def beside_prefill(problem: AttentionProblem, tile_bytes: int) -> tuple[float, f
     problem : AttentionProblem
     tile_bytes : int
         Of keys and values.
+    plain : bool
+        Whether the decode kernel is that of plain calls.
 
     Returns
     -------
@@ -33,4 +37,5 @@ def beside_prefill(problem: AttentionProblem, tile_bytes: int) -> tuple[float, f
     """
     flops = 2 * problem.num_heads_q * (problem.head_dim + problem.head_dim_v)
     rate = _PREFILL_FLOPS_8_BIT if problem.q_type.is_fp8 else _PREFILL_FLOPS
-    return tile_bytes / _DECODE_BYTES, tile_bytes / _MEMORY_BYTES, flops / rate
+    decode = _DECODE_BYTES_PLAIN if plain else _DECODE_BYTES
+    return tile_bytes / decode, tile_bytes / _MEMORY_BYTES, flops / rate

@@ -33,12 +33,12 @@ def decode_plans(problem: AttentionProblem, info: DeviceInfo, beside: int = 0) -
         tokens = min(problem.max_seqlen_q, rows // problem.group_size)
         if tokens:
             largest = replace(problem, max_seqlen_q=tokens)
-            if not decode_refusal(largest, info):
-                plans.append(make_decode_plan(largest, info).attend)
-                # Not plain, for calls with less workspace.
-                plans.append(make_decode_plan(replace(largest, num_splits=1), info).attend)
+            if decode_refusal(largest, info):
+                continue
+            for wanted in (largest, replace(largest, num_splits=1)):  # with less workspace
+                plans.append(make_decode_plan(wanted, info).attend)
                 if beside and tokens < problem.max_seqlen_q:
-                    mixed = make_decode_plan(largest, info, most_rows=tokens * problem.group_size)
+                    mixed = make_decode_plan(wanted, info, most_rows=tokens * problem.group_size)
                     behind = workspace_behind(mixed.attend) + beside
                     plans.append(mixed.with_workspace(behind).attend)
     nbytes = max((plan.workspace_bytes for plan in plans), default=0)

@@ -238,7 +238,8 @@ def make_decode_plan(
     nbytes = counters_at + (_round16(counters * 4) if kept else 0)
     smem_bytes = stages * per_stage + rest
     threads = 32 * tile.warps
-    if whole and columns == min(tile.head_dim, 128) and not (mixed or table or pieces):
+    beside = not mixed or tile.rows == row_tiles(tile.head_dim)[-1]
+    if whole and columns == min(tile.head_dim, 128) and beside and not (table or pieces):
         tile = replace(tile, plain=is_plain(problem, tile))
     attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, nbytes, True)
     return DecodePlan(
@@ -252,7 +253,7 @@ def make_decode_plan(
         table_at=table_at,
         counters_at=counters_at,
         numbers=numbers,
-        times=beside_prefill(problem, tile_bytes) if mixed else ALONE,
+        times=beside_prefill(problem, tile_bytes, tile.plain) if mixed else ALONE,
         box_rows=box_rows,
         k_panels=k_panels,
         v_panels=v_panels,

@@ -2,7 +2,7 @@
 // fewer instructions, all of them on the way to the first tile and from the last one.
 //
 // Plain: whole heads in pages of a power of two, 16 keys or more; no window to the left, soft cap,
-// ALiBi nor sink; split as planned, no table made ahead, no other launch beside it.
+// ALiBi nor sink; split as planned, no table made ahead.
 #pragma once
 
 #include "core/variant.cuh"
@@ -40,12 +40,14 @@ __device__ __forceinline__ decltype(auto) known(const DecodeParams &given) {
     d.prefix = nullptr;
     d.tile_shift = log2_of(V::kKeys);
     d.most_pieces = d.chunks = 0;
-    d.most_rows = 0x7fffffff;
     d.box_shift = 4;
     d.k_panels = d.v_panels = V::kHeadDim * kItemBytes<V::kCache> / 128;
     d.whole_boxes = 1;
     d.column_shift = log2_of(V::kHeadDim < 128 ? V::kHeadDim : 128);
-    d.pair_time = 0.f;
+    if (!V::kBeside) {
+      d.most_rows = 0x7fffffff;
+      d.pair_time = 0.f;
+    }
     return d;
   }
 }
