@@ -67,6 +67,16 @@ def test_splits_that_some_rows_do_not_reach(num_splits, window):
         assert runs_fp8()
 
 
+def test_merged_log_sum_exps_do_not_carry_the_scale_of_weights():
+    """The logarithm of sums 2^8 times as large has an ulp of its own size."""
+    case = Case(lengths=((1, 65), (1, 9), (130, 19)), num_heads_kv=2, group_size=8, head_dim=16,
+                head_dim_v=64, page_size=16, causal=True, window_size=(16, 16), softmax_scale=1.0,
+                sink=True, descale=True, pattern="ascending_v", seed=353, **E4M3)  # fmt: skip
+    with emulated("sm_90a", num_sms=2, seed=2):
+        case.make().check(flash_attn_varlen_func, num_splits=3)
+        assert runs_fp8()
+
+
 def test_more_requests_than_are_sorted():
     case = Case(lengths=tuple((1 + 7 * i % 19, i % 40) for i in range(140)), causal=True,
                 page_size=16, **E4M3)  # fmt: skip

@@ -185,7 +185,7 @@ struct Fp8Serial : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
     const float by = value_scale(p, t.request, t.kv_head);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowResult result = W::conclude_row(t, c[h], sum[h], by);
+      const RowResult result = W::conclude(t, h, by);
       const Fp8OutputRow to = {p, t, W::token(t, h), W::head(t, h), lane % 4};
       to.template store<kDim>(result, h, total);
     }

@@ -197,6 +197,13 @@ struct Fp8Weights : TileRows<V::kKeys> {
     }
   }
 
+  // Weights are 2^8 times those over a maximum: left in, that would cost the log-sum-exp digits.
+  __device__ __forceinline__ RowResult conclude(const PrefillTile &t, int h, float by) const {
+    RowResult result = Rows::conclude_row(t, c[h] + kTop, sum[h] * 0x1p-8f, by);
+    result.norm *= 0x1p-8f;
+    return result;
+  }
+
   __device__ __forceinline__ void pack_weights() {
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {
