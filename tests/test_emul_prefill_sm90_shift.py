@@ -90,7 +90,8 @@ def test_nan_in_a_query_stays_in_its_row():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_end_of_the_tiles_is_read_before_the_end_of_those_that_run_again(seed):
-    """Four tiles run again: the message that ends them takes the place of the one before them."""
+    """Four tiles run again: the message after them takes the place of the one before them."""
     case = Case(lengths=((1, 0), (1, 0), (17, 255)), num_heads_kv=2, group_size=8, q_type="bf16",
-                kv_type="bf16", head_dim=64, head_dim_v=128, pattern="spiky", seed=2556)  # fmt: skip
+                kv_type="bf16", head_dim=64, head_dim_v=128, pattern="spiky",
+                seed=2556)  # fmt: skip
     run(case.make(), seed)
