@@ -18,7 +18,7 @@ from .problem import AttentionProblem
 from .shared_plan import SharedPlan
 from .shared_tile import SHARED_PARAMS
 from .tensor_map import rows_refusal
-from .workspace import scratch_of
+from .workspace import with_memory
 
 __all__ = ["Sharing", "attend_shared", "schedule_shared", "shared_layout_refusal"]
 
@@ -184,13 +184,13 @@ def attend_shared(
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
     found = results(call, device, stream)
-    if workspace is not None:
-        _queue(call, plan, sharing, device, found, (workspace, None), stream, scheduled)
-        return found
-    with scratch_of(device, stream) as scratch:
-        block = scratch.reserve(plan.attend.workspace_bytes)
-        counters = scratch.counters if plan.inside else None
-        _queue(call, plan, sharing, device, found, (block, counters), stream, False)
+    made = scheduled and workspace is not None
+
+    def queue(block: Any, counters: Any) -> None:
+        memory = (block, counters if plan.inside else None)
+        _queue(call, plan, sharing, device, found, memory, stream, made)
+
+    with_memory(device, stream, workspace, plan.attend.workspace_bytes, queue)
     return found
 
 
