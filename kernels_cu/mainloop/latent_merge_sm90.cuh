@@ -175,7 +175,7 @@ struct LatentMerge {
     if (top == -infinity()) top = 0.f;
 #pragma unroll
     for (int j = 0; j < kStates; ++j) {
-      state[j].y *= exp2_approx(state[j].x - top);
+      state[j].y = __fmul_rn(state[j].y, exp2_approx(state[j].x - top));  // never fused
       if (lane + j * 32 < count) sum += state[j].y;
     }
 #pragma unroll
