@@ -70,7 +70,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
       mbarrier_init(base + S::kOwnFull + 8 * i, 1);
     }
     mbarrier_init(base + S::kDone, kMergers), mbarrier_init(base + S::kOpen, 1);
-    mbarrier_init(base + S::kNever, 1), mbarrier_init(base + S::kRows, inside ? kThreads - kFirstOfRows : 1);
+    mbarrier_init(base + S::kNever, 1);
+    mbarrier_init(base + S::kRows, inside ? kThreads - kFirstOfRows : 1);
     mbarrier_init_fence();
     if (!inside) mbarrier_arrive(base + S::kRows);
     prefetch_tensor_map(&own_k), prefetch_tensor_map(&own_v);
