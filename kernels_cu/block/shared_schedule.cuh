@@ -30,8 +30,8 @@ struct Extremes {
   __device__ __forceinline__ int common() const { return least == most ? least : 0; }
 };
 
-// Sums of the first `used` of kCount numbers before each thread, and of all threads; the extremes of
-// all. A barrier inside; `scratch` is not used again.
+// Sums of the first `used` of kCount numbers before each thread, and of all threads; the extremes
+// of all. A barrier inside; `scratch` is not used again.
 template <int kCount>
 __device__ __forceinline__ Extremes add_up(const i32 (&value)[kCount], Extremes of, int used,
                                            i32 (&before)[kCount], i32 (&all)[kCount],
@@ -184,8 +184,8 @@ class SharedSchedule {
     i32 value[2 + kLevels] = {line, tiles > 0}, before[2 + kLevels], all[2 + kLevels];
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) value[2 + l] = first_level <= l && l < depth ? q_len : 0;
-    const Extremes own_segment = add_up(value, {tiles ? tiles : 0x7fffffff, tiles}, 2 + s.levels, before, all,
-                         x.sums[0]);
+    const Extremes own_segment = add_up(value, {tiles ? tiles : 0x7fffffff, tiles},
+                                        2 + s.levels, before, all, x.sums[0]);
     owners = all[1];
     mine.own.line = before[0];
     if (i < batch) x.place[i] = mine.own;
