@@ -145,6 +145,10 @@ class AttentionImpl(ABC, Generic[M]):
     """One layer's attention."""
 
     can_return_lse_for_decode: ClassVar[bool] = False
+    supports_quant_query_input: ClassVar[bool] = False
+    """Beside an 8-bit cache the engine quantises queries to e4m3 before ``forward``: by
+    ``layer._q_scale``, one for all or one a KV head, as `quantize_fp8` does it with ``scale=`` and
+    ``granularity="tensor"`` or ``"group"``."""
     need_to_return_lse_for_decode: bool = False
     """Set by the engine: ``forward`` returns ``(output, lse)``."""
 

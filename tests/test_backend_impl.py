@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from steps import Case, Made, cases, lengths
 
-from cupyflash import fa_version
+from cupyflash import fa_version, quantize_fp8
 from cupyflash.backend import AttentionType
 from cupyflash.backends import CrossAttentionBuilder, EncoderOnlyAttentionBuilder
 from cupyflash.backends.cross_attention import encoder_slot_mapping
@@ -282,4 +282,21 @@ def test_batch_invariant_steps_have_the_oracles_answer(step_path, case):
     assert metadata.batch_invariant
     assert metadata.scheduler_metadata is None
     out = made.run(metadata)
+    made.expected().check(out)
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "group"])
+def test_queries_quantised_by_the_engine(step_path, granularity):
+    """As an engine does it before `forward`: a static scale for all, or for each KV head."""
+    scales = "head" if granularity == "group" else "number"
+    case = Case(((1, 30), (5, 9)), num_kv_heads=2, group_size=2, dtype="bf16",
+                kv_cache_dtype="fp8", q_fp8=True, scales=scales)  # fmt: skip
+    made = Made(step_path, case)
+    assert made.make_impl().supports_quant_query_input
+    shape = made.query.shape
+    values = step_path.array(made.rng.standard_normal(shape).astype(np.float32))
+    groups = 2 if granularity == "group" else None
+    bits, _ = quantize_fp8(values, granularity, num_heads_kv=groups, scale=made.layer._q_scale)
+    made.query[...] = bits.view(np.uint8)
+    out = made.run(made.builder.build(0, made.common))
     made.expected().check(out)

@@ -57,6 +57,7 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
     """
 
     can_return_lse_for_decode: ClassVar[bool] = True
+    supports_quant_query_input: ClassVar[bool] = True
 
     def __init__(
         self,
