@@ -33,12 +33,13 @@ def main() -> None:
     cases += [(CAUSAL.replace(head_dim=64, **half), {"batch_invariant": True})]
     cases += [(FULL.replace(lengths=((512, 0),) * 2, head_dim=64, **half), {})]
     cases += [(PAGED.replace(head_dim=128, **half), {"num_splits": 3})]
-    for case, options in cases:
-        case.make(cupy).check(attend, **options)
-    patterns = ("jump", "climb", "wild", "values")
-    for pattern in patterns:
-        built(pattern, "bf16", xp=cupy).check(attend, num_splits=1)
-    sys.stdout.write(f"{len(cases) + len(patterns)} calls are right\n")
+    checks = [partial(case.make(cupy).check, attend, **options) for case, options in cases]
+    for pattern in ("jump", "climb", "wild", "values"):
+        checks.append(partial(built(pattern, "bf16", xp=cupy).check, attend, num_splits=1))
+    for done, check in enumerate(checks, 1):
+        check()
+        sys.stdout.write(f"{done} of {len(checks)} calls are right\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
