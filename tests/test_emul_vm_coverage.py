@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from emulator import device_array, emulated
 from latent import hopper_latent
-from prefixes import SHARED, cascade, make_shared
+from prefixes import SHARED, cascade, make_shared, schedule_of
 
 from cupyflash import find_prefix_tree
 from cupyflash.attention import flash_attn_varlen_func
@@ -54,7 +54,9 @@ def latent_on_hopper() -> None:
 def shared() -> None:
     inputs, _ = make_shared(SHARED, [([0, 1, 2, 3], 64)])
     table, lengths = inputs.args["block_table"], inputs.args["seqused_k"]
-    cascade(inputs, find_prefix_tree(table, lengths, SHARED.page_size))
+    tree = find_prefix_tree(table, lengths, SHARED.page_size)
+    cascade(inputs, tree)
+    cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
 
 
 def merge() -> None:
