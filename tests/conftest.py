@@ -64,8 +64,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         item.add_marker(pytest.mark.skip(reason=reason))
 
 
-# What the emulator runs of each property: a kernel there takes a thousand times as long.
-EMULATED_SHARE = 0.2
+# What the emulator runs of a property of all paths: a kernel there takes a thousand times as long.
+# Properties of its own (tests/test_emul_*.py) draw each kernel as often as the profile says.
+EMULATED_SHARE = 0.1
 
 
 def _first(count: int, test: Callable[..., Any]) -> Callable[..., Any]:

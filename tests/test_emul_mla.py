@@ -33,7 +33,10 @@ def test_any_case_in_any_order_of_warps(
     case = case.replace(q_type=kind, kv_type="e4m3" if eight_bit else kind, descale=eight_bit)
     with emulated(arch, seed=order):
         case.make().check(
-            flash_attn_varlen_func, num_splits=num_splits, batch_invariant=batch_invariant
+            flash_attn_varlen_func,
+            fa_version=2,
+            num_splits=num_splits,
+            batch_invariant=batch_invariant,
         )
 
 
