@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from .oracle import visible
 from .requests import Float64, requests, to_numpy, unowned
 from .rounding import round_to
-from .tensor_core import eight_bit_products
+from .tensor_core import eight_bit_products, eight_bit_sums
 
 __all__ = ["attention_baseline", "merge_baseline", "varlen_baseline"]
 
@@ -67,10 +67,14 @@ def attention_baseline(
         kv_head = head // (heads // kv_heads)
         score: Float32 = (q[:, head] * scale) @ k[:, kv_head].T
         if descales is not None and p_phase == 0 and score.size:
-            rows = _exposed_rows(score)
             by = [float(each[kv_head]) or 1.0 for each in descales]
-            stored = exact[0][rows, head] / by[0], exact[1][:, kv_head] / by[1]
-            score[rows] = eight_bit_products(*stored) * (by[0] * by[1] * float(scale))
+            stored_q, stored_k = exact[0][:, head] / by[0], exact[1][:, kv_head] / by[1]
+            due = by[0] * by[1] * float(scale)
+            # Every row's largest score, and some rows as a whole.
+            largest = np.argmax(np.where(seen, score, np.float32(-np.inf)), axis=1)
+            rows = _exposed_rows(np.where(seen, score, np.float32(0)))
+            score[np.arange(seqlen_q), largest] = eight_bit_sums(stored_q, stored_k[largest]) * due
+            score[rows] = eight_bit_products(stored_q[rows], stored_k) * due
         if softcap > 0:
             score = np.float32(softcap) * np.tanh(score / np.float32(softcap))
         if alibi_slopes is not None:
@@ -101,7 +105,7 @@ def _round_weights(p: Float32, dtype: Any, phase: float) -> Float32:
 
 
 def _exposed_rows(score: Float32) -> NDArray[np.intp]:
-    """Rows to model: those with the largest scores, and evenly spread ones."""
+    """Rows to model: those that see the largest scores, and evenly spread ones."""
     count = max(8, _MODELLED // score.shape[1])
     if count >= len(score):
         return np.arange(len(score))
