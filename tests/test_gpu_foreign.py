@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -39,6 +41,16 @@ class Interface:
         return {**self.array.__cuda_array_interface__, "stream": self.stream}
 
 
+@pytest.fixture
+def no_garbage():
+    """Nothing is collected in a test: a module of an earlier one, unloaded, waits for the GPU."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("kind", [Foreign, Interface])
 @pytest.mark.parametrize("explicit", [False, True])
 def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit):
