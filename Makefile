@@ -34,10 +34,11 @@ sanitize: $(VENV)/.test
 	PYTHONPATH=. compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/sanitized.py
 	PYTHONPATH=. compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) tests/sanitized.py
 
-# The same of the Hopper prefill; it takes a GPU of compute capability 9.0.
+# The same of the Hopper kernels; it takes a GPU of compute capability 9.0.
 sanitize-hopper: $(VENV)/.test
-	PYTHONPATH=.:tests compute-sanitizer --tool memcheck --error-exitcode 1 $(PY) tests/sanitized_prefill.py
-	PYTHONPATH=.:tests compute-sanitizer --tool racecheck --error-exitcode 1 $(PY) tests/sanitized_prefill.py
+	for calls in prefill hopper; do for tool in memcheck racecheck; do PYTHONPATH=.:tests \
+	compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) tests/sanitized_$$calls.py || exit 1; \
+	done; done
 
 lint: $(VENV)/.test
 	$(PY) -m ruff check .

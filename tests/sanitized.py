@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import cupy
@@ -25,18 +26,26 @@ MIXED = Case(
 PREFILL = Case(lengths=((140, 0), (33, 7)), causal=True, softcap=8.0, alibi="head", layout="odd")
 
 
+def run(checks: Sequence[Callable[[], object]]) -> None:
+    """Say how many are right as they go: a tool may take minutes."""
+    for done, check in enumerate(checks, 1):
+        check()
+        sys.stdout.write(f"{done} of {len(checks)} calls are right\n")
+        sys.stdout.flush()
+
+
 def main() -> None:
     """Twenty-nine calls: nine types and sizes of three batches, and two of split keys."""
     attend = partial(cupyflash.flash_attn_varlen_func, fa_version=2)
-    count = 0
-    for case, types, head_dim in itertools.product((DECODE, MIXED, PREFILL), TYPES, HEAD_DIMS):
-        case.replace(q_type=types[0], kv_type=types[1], head_dim=head_dim).make(cupy).check(attend)
-        count += 1
-    for types in TYPES[1:]:
-        inputs = DECODE.replace(q_type=types[0], kv_type=types[1], head_dim=128).make(cupy)
-        inputs.check(attend, num_splits=3)
-        count += 1
-    sys.stdout.write(f"{count} calls are right\n")
+    cases = [
+        (case.replace(q_type=types[0], kv_type=types[1], head_dim=head_dim), {})
+        for case, types, head_dim in itertools.product((DECODE, MIXED, PREFILL), TYPES, HEAD_DIMS)
+    ]
+    cases += [
+        (DECODE.replace(q_type=types[0], kv_type=types[1], head_dim=128), {"num_splits": 3})
+        for types in TYPES[1:]
+    ]
+    run([partial(case.make(cupy).check, attend, **options) for case, options in cases])
 
 
 if __name__ == "__main__":

@@ -5,10 +5,10 @@ Each is also held to the oracle, so that a tool that changes timing shows a race
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 
 import cupy
+from sanitized import run
 from test_emul_prefill_sm90_shift import built
 
 import cupyflash
@@ -36,10 +36,7 @@ def main() -> None:
     checks = [partial(case.make(cupy).check, attend, **options) for case, options in cases]
     for pattern in ("jump", "climb", "wild", "values"):
         checks.append(partial(built(pattern, "bf16", xp=cupy).check, attend, num_splits=1))
-    for done, check in enumerate(checks, 1):
-        check()
-        sys.stdout.write(f"{done} of {len(checks)} calls are right\n")
-        sys.stdout.flush()
+    run(checks)
 
 
 if __name__ == "__main__":
