@@ -93,9 +93,9 @@ def bits_of_out(layout: Layout) -> int:
 
 
 def prefetched_bytes(layout: Layout) -> int:
-    """Of the block table; 0 without one, or where it is too large."""
+    """Of the block table; 0 where there is nothing in it, or too much."""
     table = AttentionArrays(*layout.specs).block_table
-    if table is None:
+    if table is None or 0 in table[0]:
         return 0
     (rows, columns), _, (stride, _) = table
     nbytes = (rows - 1) * stride + columns * 4
