@@ -76,10 +76,7 @@ PLANTED_SMALL = [
     _planted("scale: a lane is left out", SCALE, r"lane > 0; lane /= 2", "lane > 1; lane /= 2", _convert),
     _planted("scale: pieces of all groups in one place", SCALE, r"group \* p\.pieces \+ blockIdx\.x", "blockIdx.x", _convert),
     _planted("search: nothing", SEARCH, "", "", _search),
-    _planted("search: CTAs do not wait for each other", SEARCH, r"meet\(p\.arrivals \+ 1 \+ level\);", ";", _search),
-    _planted("search: counted before all have cleared", SEARCH, r"meet\(p\.arrivals\);", ";", _search),
-    _planted("search: read at once", SEARCH, r"ld\.global\.cg\.s32", "ld.global.nc.s32", _search),
-    _planted("search: the least is cleared while it is read", SEARCH, r"(const i32 found = \*shared;\s*)__syncthreads\(\);", r"\1", _search),
+    _planted("search: places are taken before all are free", SEARCH, r"(x\.slot\[i\] = kNone;\s*)__syncthreads\(\);", r"\1", _search),
+    _planted("search: leaders are read before all have come", SEARCH, r"__syncthreads\(\);(\s*bool shared)", r"\1", _search),
     _planted("search: a block that is none", SEARCH, r"return block >= 0 && block", "return block", _search),
-    _planted("search: keys of this step too", SEARCH, r"p\.seqused_k\[r\] - q_len : 0", "p.seqused_k[r] + 15 : 0", _search),
 ]  # fmt: skip
