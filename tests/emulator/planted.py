@@ -92,6 +92,7 @@ def _body(function: str) -> str:
 PREFILL, DECODE = "attention_fwd_sm90.cu", "attention_decode_sm90.cu"
 _TILES = Case(lengths=((140, 200),), num_heads_kv=1, group_size=2, head_dim=64, causal=True,
               q_type="bf16", kv_type="bf16")  # fmt: skip
+_RING = _TILES.replace(lengths=((140, 900),))  # each stage of keys is filled more than once
 _STEP = Case(lengths=((1, 400), (1, 90)), num_heads_kv=2, group_size=2, head_dim=64, page_size=16,
              causal=True, q_type="bf16", kv_type="bf16")  # fmt: skip
 _MIXED = _STEP.replace(lengths=((1, 250), (20, 60), (1, 40), (17, 0)))
@@ -111,10 +112,10 @@ PLANTED = [
     Planted("prefill: no wait for keys", PREFILL, _wait("key_full"), ";", _TILES),
     Planted("prefill: keys waited for in the wrong phase", PREFILL, _wait("key_full"), r"\1 ^ 1);", _TILES),
     Planted("prefill: no wait for values", PREFILL, _wait("value_full"), ";", _TILES),
-    Planted("prefill: no wait for an empty stage of keys", PREFILL, _wait("key_empty"), ";", _TILES),
+    Planted("prefill: no wait for an empty stage of keys", PREFILL, _wait("key_empty"), ";", _RING),
     Planted("prefill: too few bytes expected", PREFILL, r"S::kKeyBytes\);", "S::kKeyBytes - 128);", _TILES),
     Planted("prefill: one key too many is seen", PREFILL, r"bits_before\(high - column", "bits_before(high + 1 - column", _TILES),
-    Planted("prefill: stage given back before its products are done", PREFILL, r"mbarrier_init\(shared_address\(&r\.key_empty\[i\]\), kComputeWarps\)", "mbarrier_init(shared_address(&r.key_empty[i]), 1)", _TILES),
+    Planted("prefill: stage given back before its products are done", PREFILL, r"mbarrier_init\(shared_address\(&r\.key_empty\[i\]\), kComputeWarps\)", "mbarrier_init(shared_address(&r.key_empty[i]), 1)", _RING),
     Planted("prefill: no proxy fence after rows are cleared", PREFILL, _body("fence_async_proxy"), r"\1 {}", _TILES),
     Planted("prefill: no wait for products", PREFILL, r"wgmma\.wait_group\.sync\.aligned %0;", "", _TILES),
     Planted("prefill: no fence before products", PREFILL, _body("wgmma_fence"), r"\1 {}", _TILES),
