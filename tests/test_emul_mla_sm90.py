@@ -43,9 +43,9 @@ ANY_HEADS = cases(
 )
 
 
+@pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @given(
     case=ANY_HEADS,
-    kind=st.sampled_from(["bf16", "fp16"]),
     order=st.integers(0, 9),
     num_sms=st.sampled_from([1, 2, 5, 40]),
     **OPTIONS,
