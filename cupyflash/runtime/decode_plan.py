@@ -10,6 +10,7 @@ from .costs import ALONE, beside_prefill
 from .decode_plain import is_plain
 from .decode_tile import BUCKETS, DecodeTile, row_tiles, schedule_variant, warp_counts
 from .device import DeviceInfo
+from .divisors import inverse, log2, page_shift
 from .dtypes import FP16
 from .plan import Plan
 from .problem import AttentionProblem
@@ -210,11 +211,11 @@ def make_decode_plan(
     counters = problem.batch * problem.num_heads_kv if invariant else spans
     numbers = (
         spans,
-        _log2(tile.keys),
+        log2(tile.keys),
         row_block,
         problem.num_heads_kv // unit,
-        _log2(unit),
-        _log2(tile.warps // unit),
+        log2(unit),
+        log2(tile.warps // unit),
         min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
         pieces,
         _CHUNKS if invariant else 0,
@@ -222,13 +223,13 @@ def make_decode_plan(
         most_rows,
         0,
         stages,
-        _log2(box_rows),
+        log2(box_rows),
         k_panels,
         v_panels,
         int(whole),
-        _log2(columns),
-        _page_shift(problem.page_size or 1),
-        -(-(1 << 32) // problem.group_size) % (1 << 32),
+        log2(columns),
+        page_shift(problem.page_size),
+        inverse(problem.group_size),
     )
     slots = counters * _CHUNKS if invariant else 2 * spans if pieces != 1 else 0
     kept = slots * unit * row_block
@@ -265,13 +266,6 @@ def workspace_behind(plan: Plan) -> int:
     """Where the workspace of a launch beside this one begins."""
     return -(-plan.workspace_bytes // _LINE) * _LINE
 
-
-def _log2(power: int) -> int:
-    return power.bit_length() - 1
-
-
-def _page_shift(page_size: int) -> int:
-    return -1 if page_size & (page_size - 1) else _log2(page_size)
 
 
 def _round16(nbytes: int) -> int:

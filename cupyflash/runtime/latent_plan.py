@@ -11,6 +11,7 @@ from .attention_params import ATTENTION_PARAMS
 from .decode_plan import schedule_plan
 from .decode_tile import DECODE_PARAMS
 from .device import DeviceInfo
+from .divisors import log2
 from .dtypes import ScalarType
 from .latent_params import LATENT_PARAMS
 from .plan import Plan
@@ -30,7 +31,6 @@ __all__ = [
 _CAPABILITY = (9, 0)
 _THREADS = 384
 _ROWS, _KEYS, _STAGES = 64, 64, 3
-_TILE_SHIFT = _KEYS.bit_length() - 1
 _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
 # Stages, the queries that registers do not hold, and LatentTiles::Rest.
 _SMEM_BYTES = _STAGES * _KEYS * _ROW_BYTES + _ROWS * (128 + 32) + 1024
@@ -171,7 +171,7 @@ def make_latent_plan(
         numbers={
             "spans": spans,
             "counters": spans * side,
-            "tile_shift": _TILE_SHIFT,
+            "tile_shift": log2(_KEYS),
             "row_block": side * _ROWS,
             "units": problem.num_heads_kv,
             "fewest_shift": _FEWEST_SHIFT,

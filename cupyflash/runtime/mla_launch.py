@@ -9,6 +9,7 @@ from .attention_args import Tiling, arrays_of, pack_attention, results
 from .attention_launch import usable_bytes
 from .call import Call
 from .device import Device, DeviceInfo, device_for
+from .divisors import inverse
 from .key_maps import key_map
 from .latent_params import LATENT_PARAMS
 from .latent_plan import LatentPlan, box_keys, box_panels, latent_refusal, make_latent_plan
@@ -103,10 +104,9 @@ def _pack(call: Call, device: Device, side: int = 0) -> bytes:
     vectorised = (start | token | head) % _WIDE == 0
     page = call.problem.page_size
     outside = 1 if page is None else k.shape[0]
-    inverse = -(-(1 << 32) // (page or 1)) % (1 << 32)
     return LATENT_PARAMS.pack(
         *(start, token, head, vectorised),
-        *(box_keys(page), box_panels(call.problem), outside, side, inverse),
+        *(box_keys(page), box_panels(call.problem), outside, side, inverse(page or 1)),
     )
 
 

@@ -9,6 +9,7 @@ from math import gcd
 from .attention_args import Tiling
 from .attention_plan import NEVER_SPLIT, combine_plan
 from .device import DeviceInfo
+from .divisors import log2
 from .dtypes import BF16, FP16
 from .fp8_tile import Fp8Tile, fp8_refusal
 from .plan import Plan
@@ -153,7 +154,7 @@ def make_prefill_plan(
         combine_plan(problem, info) if splits > 1 else None,
         Tiling(chunk, 0, tile.rows // pack * problem.group_size, rows, most_skipped),
         (
-            *(items, splits, pack.bit_length() - 1, groups, blocks, together),
+            *(items, splits, log2(pack), groups, blocks, together),
             *((problem.batch if blocks else 1) * groups, share, _box_keys(problem)),
         ),
         tile.rows,

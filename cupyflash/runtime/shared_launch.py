@@ -10,6 +10,7 @@ from .attention_params import ATTENTION_PARAMS
 from .call import Call
 from .decode_tile import DECODE_PARAMS
 from .device import Device
+from .divisors import inverse, log2, page_shift
 from .key_maps import KeyMaps, bits_of_out, key_map, prefetched_bytes
 from .launch import launch
 from .layout import Layout
@@ -87,14 +88,13 @@ class _Placement:
 
 
 def _decode_params(problem: AttentionProblem, plan: SharedPlan, **more: int) -> bytes:
-    page = problem.page_size or 1
     values = dict.fromkeys(DECODE_PARAMS.names, 0)
     values.update(
-        tile_shift=plan.tile.keys.bit_length() - 1,
+        tile_shift=log2(plan.tile.keys),
         row_block=plan.row_block,
         most_pieces=problem.num_splits,
-        page_shift=-1 if page & (page - 1) else page.bit_length() - 1,
-        group_inverse=-(-(1 << 32) // problem.group_size) % (1 << 32),
+        page_shift=page_shift(problem.page_size),
+        group_inverse=inverse(problem.group_size),
         **more,
     )
     return DECODE_PARAMS.pack(*values.values())
@@ -243,7 +243,7 @@ def _pack(
         levels=plan.levels,
         common_keys=sharing.common_keys,
         added_keys=sharing.added_keys,
-        box_shift=plan.box_keys.bit_length() - 1,
+        box_shift=log2(plan.box_keys),
         tile_rows=plan.tile_rows,
         most_tokens=plan.most_tokens,
         row_blocks=plan.row_blocks,

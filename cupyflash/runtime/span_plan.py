@@ -8,6 +8,7 @@ from .attention_tiles import STATIC_BYTES, Tile, score_mod
 from .compile import native_arch
 from .decode_plan import schedule_plan
 from .device import DeviceInfo
+from .divisors import inverse, log2
 from .plan import Plan
 from .problem import AttentionProblem
 from .spans import SpanMemory, span_memory
@@ -83,11 +84,11 @@ def make_span_plan(
     tile_bytes = tile.keys * problem.kv_type.itemsize * (problem.head_dim + problem.head_dim_v)
     numbers = (
         spans,
-        _log2(tile.keys),
+        log2(tile.keys),
         row_block,
         problem.num_heads_kv,
         0,
-        _log2(max(1, _FEWEST_KEYS // tile.keys)),
+        log2(max(1, _FEWEST_KEYS // tile.keys)),
         min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
         pieces,
         0,
@@ -95,7 +96,7 @@ def make_span_plan(
         most_rows,
         _SEGMENT_TILES if segments > most else 0,
         *(0,) * 7,  # of copies by TMA
-        -(-(1 << 32) // problem.group_size) % (1 << 32),
+        inverse(problem.group_size),
     )
     variant = tile.variant(native_arch(info.capability), score_mod(problem))
     grid = (spans if problem.batch and problem.total_q else 0, 1, 1)
@@ -109,6 +110,3 @@ def _blocks(tile: Tile, info: DeviceInfo) -> int:
     room = info.smem_optin + _RESERVED
     return max(1, min(tile.blocks, room // (tile.smem_bytes + STATIC_BYTES + _RESERVED)))
 
-
-def _log2(power: int) -> int:
-    return power.bit_length() - 1
