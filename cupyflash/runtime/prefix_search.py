@@ -14,7 +14,7 @@ from .variant import Variant
 __all__ = ["PREFIX_PARAMS", "prefix_variants", "search_prefixes", "search_variant"]
 
 PREFIX_PARAMS = ParamsLayout(
-    *((name, "ptr") for name in (*("block_table", "cu_seqlens_q", "seqused_k", "order", "tree"),)),
+    *((name, "ptr") for name in ("block_table", "cu_seqlens_q", "seqused_k", "order", "tree")),
     ("table_row_stride", "i64"),
     *((n, "i32") for n in ("batch", "levels", "page_size", "columns", "null_block", "unused")),
 )
