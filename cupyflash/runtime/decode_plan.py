@@ -267,7 +267,6 @@ def workspace_behind(plan: Plan) -> int:
     return -(-plan.workspace_bytes // _LINE) * _LINE
 
 
-
 def _round16(nbytes: int) -> int:
     return -(-nbytes // 16) * 16
 

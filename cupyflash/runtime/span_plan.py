@@ -109,4 +109,3 @@ def _blocks(tile: Tile, info: DeviceInfo) -> int:
     """That run on a multiprocessor at the same time."""
     room = info.smem_optin + _RESERVED
     return max(1, min(tile.blocks, room // (tile.smem_bytes + STATIC_BYTES + _RESERVED)))
-
