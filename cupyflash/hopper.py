@@ -22,8 +22,6 @@ from .runtime.call import Call
 from .runtime.decode_bounds import decode_plans
 from .runtime.decode_launch import HEADER_BYTES, attend_decode, layout_refusal
 from .runtime.decode_plan import (
-    LARGEST_SCAN,
-    PREFIX_EXTRA,
     DecodePlan,
     decode_refusal,
     make_decode_plan,
@@ -47,6 +45,7 @@ from .runtime.prefill_plan import (
 )
 from .runtime.problem import AttentionProblem
 from .runtime.rules.latent import is_latent
+from .runtime.spans import LARGEST_SCAN, PREFIX_EXTRA
 
 __all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
 
@@ -98,7 +97,7 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
 
 def _table(call: Call, plan: DecodePlan, scheduler_metadata: Any) -> Any:
     """The table of a schedule that was made ahead, if it has one."""
-    if not plan.has_table or scheduler_metadata is None or call.problem.batch_invariant:
+    if not plan.memory.has_table or scheduler_metadata is None or call.problem.batch_invariant:
         return None
     table = getattr(scheduler_metadata, "buffer", scheduler_metadata)
     return table if table.size >= _HEADER + call.problem.batch + PREFIX_EXTRA else None

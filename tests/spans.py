@@ -9,9 +9,9 @@ import numpy as np
 from emulator import EmulatedDevice, device_array
 
 from cupyflash.runtime.attention_plan import ATTENTION_PARAMS
-from cupyflash.runtime.decode_plan import LARGEST_SCAN, PREFIX_EXTRA
 from cupyflash.runtime.decode_tile import DECODE_PARAMS
 from cupyflash.runtime.kernel_source import kernel_root, kernel_source
+from cupyflash.runtime.spans import LARGEST_SCAN, PREFIX_EXTRA
 from cupyflash.runtime.variant import Variant
 
 KERNEL = """

@@ -8,7 +8,7 @@ from emulator import emulated
 from test_emul_decode_sm90 import PLAIN, names
 
 from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.runtime.decode_plan import LARGEST_SCAN
+from cupyflash.runtime.spans import LARGEST_SCAN
 from cupyflash.runtime.workspace import COUNTERS
 from cupyflash.scheduler_metadata import get_scheduler_metadata
 

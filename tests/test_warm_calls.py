@@ -13,9 +13,9 @@ from stand_in import Array, StandIn, decode, forget, sent
 
 from cupyflash import flash_attn_varlen_func, merge_attn_states, reshape_and_cache_flash
 from cupyflash.runtime import attention_launch, call, workspace
-from cupyflash.runtime.decode_plan import LARGEST_SCAN
 from cupyflash.runtime.device import use_device
 from cupyflash.runtime.merge_plan import MERGE_PARAMS
+from cupyflash.runtime.spans import LARGEST_SCAN
 from cupyflash.runtime.write_plan import WRITE_PARAMS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -8,11 +8,11 @@ from functools import lru_cache
 from .attention_params import ATTENTION_PARAMS
 from .attention_tiles import Tile, attention_variants, combine_variant, score_mod, tiles_of
 from .compile import native_arch
-from .decode_plan import schedule_plan
 from .device import DeviceInfo
 from .plan import Plan
 from .problem import AttentionProblem
 from .span_plan import DECODE_ROWS, SpanPlan, make_span_plan, serves
+from .spans import schedule_plan
 from .splits import MOST_SPLITS, fewest_pieces
 
 __all__ = [

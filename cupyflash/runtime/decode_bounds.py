@@ -5,17 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .decode_plan import (
-    LARGEST_SCAN,
     decode_refusal,
     head_bucket,
     make_decode_plan,
-    schedule_plan,
     workspace_behind,
 )
 from .decode_tile import row_tiles
 from .device import DeviceInfo
 from .plan import Plan
 from .problem import AttentionProblem
+from .spans import LARGEST_SCAN, schedule_plan
 
 __all__ = ["decode_plans"]
 

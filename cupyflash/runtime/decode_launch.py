@@ -122,12 +122,9 @@ def _queue(
     layout = call.layout
     placed: Placement = layout.kept.get(plan) or layout.keep(plan, lambda: Placement(layout, plan))
     packed = pack_attention(call, device, *found, None, _TILING)
-    start = 0 if block is None else device.pointer(block)
-    partials = (start, start + plan.state_at) if plan.splits else (0, 0)
-    own = plan.splits and (plan.many or counters is None)
-    cleared = start + plan.counters_at if own else 0
-    made = start + plan.table_at if plan.has_table and table is None else 0
-    arrivals = cleared or (device.pointer(counters) if plan.splits else 0)
+    *partials, arrivals, made, cleared = plan.memory.pointers(device, block, counters)
+    if table is not None:
+        made = 0
     wide = (device.pointer(found[0]) | placed.out_bits) % 8 == 0
     prefix = made if table is None else device.pointer(table) + HEADER_BYTES
     arrays = arrays_of(call, *found, block, counters, table)
@@ -135,7 +132,7 @@ def _queue(
     if cleared or made:
         values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made, 0)
         launch(device, plan.schedule, KernelArgs((packed, values), arrays), stream)
-    mail = arrivals + 4 * COUNTERS if plan.mails and arrivals and not own else 0
+    mail = arrivals + 4 * COUNTERS if plan.mails and arrivals and not cleared else 0
     decode = DECODE_PARAMS.pack_head(tail, *partials, arrivals, prefix, mail)
     maps = placed.key_maps.at(device, call.arrays.k, call.arrays.v)
     launch(device, plan.attend, KernelArgs((packed, decode, *maps), arrays), stream)

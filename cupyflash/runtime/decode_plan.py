@@ -8,45 +8,41 @@ from math import gcd
 
 from .costs import ALONE, beside_prefill
 from .decode_plain import is_plain
-from .decode_tile import BUCKETS, DecodeTile, row_tiles, schedule_variant, warp_counts
+from .decode_tile import BUCKETS, DecodeTile, row_tiles, warp_counts
 from .device import DeviceInfo
 from .divisors import inverse, log2, page_shift
 from .dtypes import FP16
 from .plan import Plan
 from .problem import AttentionProblem
+from .spans import (
+    ALIGN_BYTES,
+    ANY_ROWS,
+    LARGEST_SCAN,
+    MOST_TILES,
+    SpanMemory,
+    schedule_plan,
+    span_memory,
+)
 from .workspace import COUNTERS, MAILBOX
 
 __all__ = [
-    "LARGEST_SCAN",
-    "PREFIX_EXTRA",
     "DecodePlan",
     "decode_refusal",
     "head_bucket",
     "make_decode_plan",
     "most_decode_rows",
-    "schedule_plan",
     "workspace_behind",
 ]
 
-LARGEST_SCAN = 512
-"""Requests that every block adds up for itself: 128 threads, 4 each."""
-
-PREFIX_EXTRA = 6
-"""int32 words of the table of schedule.cu besides one a request."""
-
-_SCHEDULE_THREADS = 1024
 _LARGEST_WORKSPACE = 1 << 28
 _RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 _IN_FLIGHT = 192 << 10  # bytes a multiprocessor asks for ahead
 # Up to which one block of 8 warps on a multiprocessor, with fewer pieces to merge, is better than
 # two of 4; and the same for pieces of many rows.
 _FEW_SEGMENTS, _FEW_OF_MANY_ROWS, _MANY_ROWS = 4, 64, 8
-_ALIGN_BYTES = 1_600_000_000  # of keys and values; past it spans of equal length win
 _CONTIGUOUS = 256  # bytes of neighbouring heads that are worth reading together
-_MOST_TILES = 1 << 31
 _CHUNKS = 16  # of a request's keys, with batch_invariant=True
 _LINE = 256  # bytes
-_ANY_ROWS = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,17 +54,9 @@ class DecodePlan:
     attend : Plan
     schedule : Plan
         Before it, if there is a table to be made or counters to be set to 0.
-    splits : bool
-        Whether segments may be split, and leave partial results.
-    many : bool
-        Whether there are more counters than a stream has.
+    memory : SpanMemory
     mails : bool
         Whether the partial results of a launch fit into a stream's `MAILBOX`.
-    has_table : bool
-        Whether schedule.cu adds the lengths up, and not every block.
-    state_at, table_at, counters_at : int
-        Where in the workspace, after the partial outputs, their states lie, the table, and counters
-        of arrivals if there are no others.
     numbers : tuple of int
         The fields of ``DecodeParams`` after its pointers, up to the block table's.
     times : tuple of float
@@ -81,13 +69,8 @@ class DecodePlan:
 
     attend: Plan
     schedule: Plan
-    splits: bool
-    many: bool
+    memory: SpanMemory
     mails: bool
-    has_table: bool
-    state_at: int
-    table_at: int
-    counters_at: int
     numbers: tuple[int, ...]
     times: tuple[float, float, float]
     box_rows: int
@@ -98,11 +81,6 @@ class DecodePlan:
     def with_workspace(self, nbytes: int) -> DecodePlan:
         """The same with more workspace, behind its own."""
         return replace(self, attend=replace(self.attend, workspace_bytes=nbytes))
-
-
-def schedule_plan(batch: int, capability: tuple[int, int] = (9, 0)) -> Plan:
-    """The launch that makes the table of a batch."""
-    return Plan(schedule_variant(capability), (1 if batch else 0, 1, 1), (_SCHEDULE_THREADS, 1, 1))
 
 
 def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
@@ -117,8 +95,8 @@ def decode_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
         return f"a request may have {rows} rows a KV head, it takes {most}"
     tile = _tile(problem)
     tiles = problem.batch * problem.num_heads_kv * -(-problem.max_seqlen_k // tile.keys)
-    if tiles >= _MOST_TILES:
-        return f"{tiles} key tiles within the bounds, it counts to {_MOST_TILES - 1}"
+    if tiles >= MOST_TILES:
+        return f"{tiles} key tiles within the bounds, it counts to {MOST_TILES - 1}"
     return ""
 
 
@@ -172,14 +150,14 @@ def make_decode_plan(
     problem: AttentionProblem,
     info: DeviceInfo,
     workspace_limit: int = _LARGEST_WORKSPACE,
-    most_rows: int = _ANY_ROWS,
+    most_rows: int = ANY_ROWS,
 ) -> DecodePlan:
     """The launches of a problem that is not refused; fewer spans fit a small workspace.
 
     Requests of more than ``most_rows`` rows (queries times heads of a group) are left to a prefill
     launch, which runs beside this one.
     """
-    unit, mixed = _side_by_side(problem, info), most_rows < _ANY_ROWS
+    unit, mixed = _side_by_side(problem, info), most_rows < ANY_ROWS
     invariant = problem.batch_invariant
     segments = problem.batch * problem.num_heads_kv // unit
     rows = _tokens(problem) * problem.group_size
@@ -188,7 +166,7 @@ def make_decode_plan(
     tile, blocks = _tile(problem, alone), 1 if alone else 2  # a multiprocessor
     row_block = min(tile.rows, max(1, rows))
     table = problem.batch > LARGEST_SCAN
-    prefix_bytes = _round16((problem.batch + PREFIX_EXTRA) * 4) if table else 0
+    prefix_bytes = span_memory(0, 0, problem.batch, 0).nbytes
     slot_bytes = 2 * unit * row_block * (problem.head_dim_v + 2) * 4
     pieces, most = problem.num_splits, min(info.num_sms * blocks, COUNTERS)
     spans = min(most, max(0, workspace_limit - prefix_bytes) // (slot_bytes + 4))
@@ -216,7 +194,7 @@ def make_decode_plan(
         problem.num_heads_kv // unit,
         log2(unit),
         log2(tile.warps // unit),
-        min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
+        min(ALIGN_BYTES // tile_bytes, MOST_TILES - 1),
         pieces,
         _CHUNKS if invariant else 0,
         counters,
@@ -233,26 +211,18 @@ def make_decode_plan(
     )
     slots = counters * _CHUNKS if invariant else 2 * spans if pieces != 1 else 0
     kept = slots * unit * row_block
-    state_at = kept * problem.head_dim_v * 4
-    table_at = state_at + kept * 8
-    counters_at = table_at + prefix_bytes
-    nbytes = counters_at + (_round16(counters * 4) if kept else 0)
+    memory = span_memory(kept, problem.head_dim_v, problem.batch, counters)
     smem_bytes = stages * per_stage + rest
     threads = 32 * tile.warps
     beside = not mixed or tile.rows == row_tiles(tile.head_dim)[-1]
     if whole and columns == min(tile.head_dim, 128) and beside and not (table or pieces):
         tile = replace(tile, plain=is_plain(problem, tile))
-    attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, nbytes, True)
+    attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, memory.nbytes, True)
     return DecodePlan(
         attend=attend,
         schedule=schedule_plan(problem.batch),
-        splits=kept > 0,
-        many=counters >= COUNTERS,
+        memory=memory,
         mails=0 < kept <= 2 * MAILBOX // (problem.head_dim_v + 2) and not invariant,
-        has_table=table,
-        state_at=state_at,
-        table_at=table_at,
-        counters_at=counters_at,
         numbers=numbers,
         times=beside_prefill(problem, tile_bytes, tile.plain) if mixed else ALONE,
         box_rows=box_rows,
@@ -265,10 +235,6 @@ def make_decode_plan(
 def workspace_behind(plan: Plan) -> int:
     """Where the workspace of a launch beside this one begins."""
     return -(-plan.workspace_bytes // _LINE) * _LINE
-
-
-def _round16(nbytes: int) -> int:
-    return -(-nbytes // 16) * 16
 
 
 def _rest_bytes(tile: DecodeTile, row_block: int, columns: int, prefix_words: int) -> int:

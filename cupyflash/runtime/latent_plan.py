@@ -8,7 +8,6 @@ from math import gcd
 from typing import Any
 
 from .attention_params import ATTENTION_PARAMS
-from .decode_plan import schedule_plan
 from .decode_tile import DECODE_PARAMS
 from .device import DeviceInfo
 from .divisors import log2
@@ -16,6 +15,7 @@ from .dtypes import ScalarType
 from .latent_params import LATENT_PARAMS
 from .plan import Plan
 from .problem import AttentionProblem
+from .spans import ANY_ROWS, MOST_TILES, SpanMemory, SpanPointers, schedule_plan, span_memory
 from .variant import Variant
 
 __all__ = [
@@ -37,7 +37,6 @@ _SMEM_BYTES = _STAGES * _KEYS * _ROW_BYTES + _ROWS * (128 + 32) + 1024
 _LARGEST_SCAN = 1 << 15  # requests that every block adds up, in the memory of a stage
 _LARGEST_WORKSPACE = 1 << 28
 _FEWEST_SHIFT = 1  # log2 of the tiles that are worth a span of their own
-_MOST_TILES = 1 << 31
 _MOST_SPANS = 160  # that LatentEnd merges
 
 
@@ -49,29 +48,26 @@ class LatentPlan:
     ----------
     attend, schedule : Plan
         ``schedule`` sets counters to 0.
-    splits : bool
-        Whether segments may be split, and leave partial results.
+    memory : SpanMemory
     side : int
         Blocks that take the row blocks of a segment side by side.
-    state_at, counters_at : int
-        Where in the workspace, after the partial outputs, their states lie, and the counters.
     numbers : dict of str to number
         Fields of ``DecodeParams`` that are not 0 and no addresses.
     """
 
     attend: Plan
     schedule: Plan
-    splits: bool
+    memory: SpanMemory
     side: int
-    state_at: int
-    counters_at: int
     numbers: dict[str, int]
 
-    def pack(self, partials: tuple[int, int], arrivals: int) -> bytes:
+    def pack(self, at: SpanPointers) -> bytes:
         """The `DecodeParams` of a launch, and of one before it."""
         fields: dict[str, Any] = dict.fromkeys(DECODE_PARAMS.names, 0)
         fields |= self.numbers
-        fields |= {"partial_out": partials[0], "partial_state": partials[1], "arrivals": arrivals}
+        fields.update(
+            partial_out=at.partial_out, partial_state=at.partial_state, arrivals=at.arrivals
+        )
         return DECODE_PARAMS.pack(*fields.values())
 
 
@@ -124,8 +120,8 @@ def latent_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
         return f"{problem.max_seqlen_k} keys in pages of {problem.page_size}"
     row_blocks = -(-_rows(problem) // (_side(problem) * _ROWS))
     tiles = problem.batch * problem.num_heads_kv * row_blocks * -(-problem.max_seqlen_k // _KEYS)
-    if tiles >= _MOST_TILES:
-        return f"{tiles} key tiles within the bounds, it counts to {_MOST_TILES - 1}"
+    if tiles >= MOST_TILES:
+        return f"{tiles} key tiles within the bounds, it counts to {MOST_TILES - 1}"
     return ""
 
 
@@ -151,23 +147,19 @@ def make_latent_plan(
     if spans < 2:
         pieces, spans = 1, most
     rows = 2 * spans * side * _ROWS if pieces != 1 else 0
-    state_at = rows * problem.head_dim_v * 4
-    counters_at = state_at + rows * 8
-    nbytes = counters_at + (-(-spans * side // 4) * 16 if rows else 0)
+    memory = span_memory(rows, problem.head_dim_v, 0, spans * side)
     return LatentPlan(
         attend=Plan(
             latent_variant(problem.q_type, side),
             (spans * side, 1, 1),
             (_THREADS, 1, 1),
             _SMEM_BYTES,
-            nbytes,
+            memory.nbytes,
             True,
         ),
         schedule=schedule_plan(problem.batch),
-        splits=rows > 0,
+        memory=memory,
         side=side,
-        state_at=state_at,
-        counters_at=counters_at,
         numbers={
             "spans": spans,
             "counters": spans * side,
@@ -175,9 +167,9 @@ def make_latent_plan(
             "row_block": side * _ROWS,
             "units": problem.num_heads_kv,
             "fewest_shift": _FEWEST_SHIFT,
-            "align_most": _MOST_TILES - 1,
+            "align_most": MOST_TILES - 1,
             "most_pieces": pieces,
-            "most_rows": _MOST_TILES - 1,
+            "most_rows": ANY_ROWS,
         },
     )
 

@@ -151,15 +151,11 @@ def _queue_hopper(
     """``counters`` are 0 between launches; without them they lie in the block and are set to 0."""
     packed = pack_attention(call, device, *found, None, _TILING)
     used = arrays_of(call, *found, block, counters)
-    partials, arrivals = (0, 0), 0
-    if plan.splits:
-        start = device.pointer(block)
-        partials = start, start + plan.state_at
-        arrivals = start + plan.counters_at if counters is None else device.pointer(counters)
-        if counters is None:
-            clear = KernelArgs((packed, plan.pack(partials, arrivals)), used)
-            launch(device, plan.schedule, clear, stream)
-    values = packed, plan.pack(partials, arrivals), _pack(call, device, plan.side)
+    at = plan.memory.pointers(device, block, counters)
+    spans = plan.pack(at)
+    if at.cleared:
+        launch(device, plan.schedule, KernelArgs((packed, spans), used), stream)
+    values = packed, spans, _pack(call, device, plan.side)
     panels = box_panels(call.problem)
     maps = (
         _key_map(call, device, call.arrays.k, 1),

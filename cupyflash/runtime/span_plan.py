@@ -6,12 +6,11 @@ from dataclasses import dataclass
 
 from .attention_tiles import STATIC_BYTES, Tile, score_mod
 from .compile import native_arch
-from .decode_plan import schedule_plan
 from .device import DeviceInfo
 from .divisors import inverse, log2
 from .plan import Plan
 from .problem import AttentionProblem
-from .spans import SpanMemory, span_memory
+from .spans import ALIGN_BYTES, ANY_ROWS, MOST_TILES, SpanMemory, schedule_plan, span_memory
 from .workspace import COUNTERS
 
 __all__ = ["DECODE_ROWS", "SpanPlan", "make_span_plan", "serves"]
@@ -19,9 +18,6 @@ __all__ = ["DECODE_ROWS", "SpanPlan", "make_span_plan", "serves"]
 DECODE_ROWS = 16
 """Rows (queries times heads of a group) that a request may have."""
 
-_ANY_ROWS = (1 << 31) - 1
-_MOST_TILES = 1 << 31
-_ALIGN_BYTES = 1_600_000_000  # of keys and values; past it spans of equal length win
 _FEWEST_KEYS = 128  # of a span
 _SEGMENT_TILES = 4  # that a segment's beginning and end take as long as
 _RESERVED = 1024  # bytes of shared memory that every block takes besides its own
@@ -52,7 +48,7 @@ class SpanPlan:
 def serves(problem: AttentionProblem, tile: Tile) -> bool:
     """Whether the tiles of all keys within the bounds can be counted."""
     tiles = -(-problem.max_seqlen_k // tile.keys) + _SEGMENT_TILES
-    return problem.batch * problem.num_heads_kv * tiles < _MOST_TILES
+    return problem.batch * problem.num_heads_kv * tiles < MOST_TILES
 
 
 def make_span_plan(
@@ -60,7 +56,7 @@ def make_span_plan(
     info: DeviceInfo,
     tile: Tile,
     workspace_limit: int,
-    most_rows: int = _ANY_ROWS,
+    most_rows: int = ANY_ROWS,
 ) -> SpanPlan:
     """The launch of a problem that the tile serves; fewer spans fit a small workspace.
 
@@ -89,7 +85,7 @@ def make_span_plan(
         problem.num_heads_kv,
         0,
         log2(max(1, _FEWEST_KEYS // tile.keys)),
-        min(_ALIGN_BYTES // tile_bytes, _MOST_TILES - 1),
+        min(ALIGN_BYTES // tile_bytes, MOST_TILES - 1),
         pieces,
         0,
         spans,

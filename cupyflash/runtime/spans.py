@@ -1,14 +1,39 @@
-"""The workspace of a launch in which every block takes a span of the batch."""
+"""Launches in which every block takes a span of the batch: their workspace, what goes before."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .decode_plan import LARGEST_SCAN, PREFIX_EXTRA
+from .decode_tile import schedule_variant
 from .device import Device
+from .plan import Plan
 from .workspace import COUNTERS
 
-__all__ = ["SpanMemory", "SpanPointers", "span_memory"]
+__all__ = [
+    "ALIGN_BYTES",
+    "ANY_ROWS",
+    "LARGEST_SCAN",
+    "MOST_TILES",
+    "PREFIX_EXTRA",
+    "SpanMemory",
+    "SpanPointers",
+    "schedule_plan",
+    "span_memory",
+]
+
+LARGEST_SCAN = 512
+"""Requests that every block adds up for itself: 128 threads, 4 each."""
+
+PREFIX_EXTRA = 6
+"""int32 words of the table of schedule.cu besides one a request."""
+
+ALIGN_BYTES = 1_600_000_000
+"""Of keys and values; past it spans of equal length win."""
+
+MOST_TILES = 1 << 31
+ANY_ROWS = MOST_TILES - 1
+
+_SCHEDULE_THREADS = 1024
 
 
 class SpanMemory(NamedTuple):
@@ -56,8 +81,16 @@ class SpanPointers(NamedTuple):
     cleared: int
 
 
+def schedule_plan(batch: int, capability: tuple[int, int] = (9, 0)) -> Plan:
+    """The launch that makes the table of a batch."""
+    return Plan(schedule_variant(capability), (1 if batch else 0, 1, 1), (_SCHEDULE_THREADS, 1, 1))
+
+
 def span_memory(rows: int, head_dim_v: int, batch: int, counters: int) -> SpanMemory:
-    """The workspace for so many partial rows and counters of arrivals."""
+    """The workspace for so many partial rows and counters of arrivals.
+
+    schedule.cu makes a table of a large ``batch``; 0 where blocks add up the lengths of any.
+    """
     table = batch > LARGEST_SCAN
     state_at = rows * head_dim_v * 4
     table_at = _round16(state_at + rows * 8)
