@@ -16,7 +16,7 @@ from cupyflash.testing import DTYPES, Case, expect_merge, write_oracle
 from .device import device_array
 from .planted import Planted
 
-__all__ = ["PLANTED_ROWS"]
+__all__ = ["PLANTED_ROWS", "planted_row"]
 
 MERGE, WRITE = "merge_attn_states.cu", "reshape_and_cache.cu"
 
@@ -68,10 +68,10 @@ class PlantedRow(Planted):
         self.run()
 
 
-def _planted(
-    name: str, source: str, pattern: str, replacement: str, run: Callable[[], None]
+def planted_row(
+    name: str, source: str, pattern: str, replacement: str, run: Callable[[], None], **more: int
 ) -> PlantedRow:
-    return PlantedRow(name, source, pattern, replacement, Case(lengths=((1, 1),)), run=run)
+    return PlantedRow(name, source, pattern, replacement, Case(lengths=((1, 1),)), run=run, **more)
 
 
 def _odd() -> None:
@@ -83,20 +83,20 @@ def _short() -> None:
 
 
 PLANTED_ROWS = [
-    _planted("merge: nothing", MERGE, "", "", _merge),
-    _planted("merge: nothing, a short prefix", MERGE, "", "", _short),
-    _planted("merge: rows do not wait for weights", MERGE, r"__syncthreads\(\);", ";", _merge),
-    _planted("merge: a tile past the last token", MERGE, r"row_token < p\.tokens && ", "", _merge),
-    _planted("merge: a row past the last token is stored", MERGE, r"if \(token \+ i \* blockDim\.z >= p\.tokens\) break;", "", _merge),
-    _planted("merge: an empty side is read", MERGE, r"if \(w\.prefix != 0\.f\) prefix", "prefix", _merge),
-    _planted("merge: a prefix that a token has not", MERGE, r"if \(token < p\.prefix_tokens\) \{", "{", _short),
-    _planted("merge: weights of the neighbour", MERGE, r"threadIdx\.y \* tile_tokens \+ threadIdx\.z", "threadIdx.y * tile_tokens", _merge),
-    _planted("write: nothing", WRITE, "", "", _write),
-    _planted("write: nothing, odd rows", WRITE, "", "", _odd),
-    _planted("write: a negative slot", WRITE, r"slot < 0 \|\| ", "", _write),
-    _planted("write: a slot past the end", WRITE, r" \|\| slot >= p\.num_slots", "", _write),
-    _planted("write: a token past the last", WRITE, r" \|\| token >= p\.num_tokens\) return", ") return", _write),
-    _planted("write: the scale of the first head", WRITE, r"\+ head \* p\.side\[which\]\.scale_stride", "", _write),
-    _planted("write: wide stores to odd rows", WRITE, r"if \(p\.vectorised\)", "if (true)", _odd),
-    _planted("write: half of a row", WRITE, r"x \+= kAccesses \* blockDim\.x", "x += p.head_dim[which]", lambda: _write(dim=1100, odd=True)),
+    planted_row("merge: nothing", MERGE, "", "", _merge),
+    planted_row("merge: nothing, a short prefix", MERGE, "", "", _short),
+    planted_row("merge: rows do not wait for weights", MERGE, r"__syncthreads\(\);", ";", _merge),
+    planted_row("merge: a tile past the last token", MERGE, r"row_token < p\.tokens && ", "", _merge),
+    planted_row("merge: a row past the last token is stored", MERGE, r"if \(token \+ i \* blockDim\.z >= p\.tokens\) break;", "", _merge),
+    planted_row("merge: an empty side is read", MERGE, r"if \(w\.prefix != 0\.f\) prefix", "prefix", _merge),
+    planted_row("merge: a prefix that a token has not", MERGE, r"if \(token < p\.prefix_tokens\) \{", "{", _short),
+    planted_row("merge: weights of the neighbour", MERGE, r"threadIdx\.y \* tile_tokens \+ threadIdx\.z", "threadIdx.y * tile_tokens", _merge),
+    planted_row("write: nothing", WRITE, "", "", _write),
+    planted_row("write: nothing, odd rows", WRITE, "", "", _odd),
+    planted_row("write: a negative slot", WRITE, r"slot < 0 \|\| ", "", _write),
+    planted_row("write: a slot past the end", WRITE, r" \|\| slot >= p\.num_slots", "", _write),
+    planted_row("write: a token past the last", WRITE, r" \|\| token >= p\.num_tokens\) return", ") return", _write),
+    planted_row("write: the scale of the first head", WRITE, r"\+ head \* p\.side\[which\]\.scale_stride", "", _write),
+    planted_row("write: wide stores to odd rows", WRITE, r"if \(p\.vectorised\)", "if (true)", _odd),
+    planted_row("write: half of a row", WRITE, r"x \+= kAccesses \* blockDim\.x", "x += p.head_dim[which]", lambda: _write(dim=1100, odd=True)),
 ]  # fmt: skip

@@ -4,17 +4,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
 from cupyflash import find_prefix_tree, quantize_fp8
 from cupyflash.prefix_search import shared_groups
 from cupyflash.prefix_tree import PrefixTree
-from cupyflash.testing import DTYPES, Case
+from cupyflash.testing import DTYPES
 
 from .device import device_array
-from .planted_rows import PlantedRow
+from .planted_rows import planted_row
 
 __all__ = ["PLANTED_SMALL"]
 
@@ -58,12 +58,7 @@ def _groups(tree: PrefixTree) -> set[tuple[frozenset[int], int]]:
     }
 
 
-def _planted(
-    name: str, source: str, pattern: str, replacement: str, run: Callable[[], None]
-) -> PlantedRow:
-    case = Case(lengths=((1, 1),))
-    return PlantedRow(name, source, pattern, replacement, case, num_sms=4, run=run)
-
+_planted = partial(planted_row, num_sms=4)
 
 PLANTED_SMALL = [
     _planted("quantize: nothing", QUANTIZE, "", "", _convert),
