@@ -8,7 +8,7 @@ from functools import lru_cache
 from .attention_params import ATTENTION_PARAMS
 from .attention_tiles import Tile, attention_variants, combine_variant, score_mod, tiles_of
 from .compile import native_arch
-from .device import DeviceInfo
+from .device import RESERVED_SMEM, DeviceInfo
 from .plan import Plan
 from .problem import AttentionProblem
 from .span_plan import DECODE_ROWS, SpanPlan, make_span_plan, serves
@@ -245,7 +245,7 @@ def _choose_splits(
 
 def _resident(tile: Tile, info: DeviceInfo) -> int:
     """Blocks that run at the same time, about."""
-    return info.num_sms * max(1, min(4, info.smem_optin // (tile.smem_bytes + 1024)))
+    return info.num_sms * max(1, min(4, info.smem_optin // (tile.smem_bytes + RESERVED_SMEM)))
 
 
 def _planned_splits(info: DeviceInfo, tile: Tile, items: int, visible: int) -> int:

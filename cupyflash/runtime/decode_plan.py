@@ -9,7 +9,7 @@ from math import gcd
 from .costs import ALONE, beside_prefill
 from .decode_plain import is_plain
 from .decode_tile import BUCKETS, DecodeTile, row_tiles, warp_counts
-from .device import DeviceInfo
+from .device import RESERVED_SMEM, DeviceInfo
 from .divisors import inverse, log2, page_shift
 from .dtypes import FP16
 from .plan import Plan
@@ -35,7 +35,6 @@ __all__ = [
 ]
 
 _LARGEST_WORKSPACE = 1 << 28
-_RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 _IN_FLIGHT = 192 << 10  # bytes a multiprocessor asks for ahead
 # Up to which one block of 8 warps on a multiprocessor, with fewer pieces to merge, is better than
 # two of 4; and the same for pieces of many rows.
@@ -172,7 +171,7 @@ def make_decode_plan(
     spans = min(most, max(0, workspace_limit - prefix_bytes) // (slot_bytes + 4))
     if invariant or spans < min(segments, most) or spans < 2:
         pieces, spans = 1, most
-    room = (info.smem_optin + _RESERVED) // blocks - _RESERVED
+    room = (info.smem_optin + RESERVED_SMEM) // blocks - RESERVED_SMEM
     per_stage = tile.warps * (tile.stage_bytes + 8)
     columns, prefix_words = min(tile.head_dim, 128), 0 if table else problem.batch + 1
     rest = _rest_bytes(tile, row_block, columns, prefix_words)

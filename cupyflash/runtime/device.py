@@ -13,7 +13,18 @@ from .params import KernelArgs
 from .plan import Plan
 from .variant import Variant
 
-__all__ = ["Device", "DeviceInfo", "Kernel", "active_device", "device_for", "use_device"]
+__all__ = [
+    "RESERVED_SMEM",
+    "Device",
+    "DeviceInfo",
+    "Kernel",
+    "active_device",
+    "device_for",
+    "use_device",
+]
+
+RESERVED_SMEM = 1024
+"""Bytes of a multiprocessor's shared memory that every block takes besides its own."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .attention_tiles import STATIC_BYTES, Tile, score_mod
 from .compile import native_arch
-from .device import DeviceInfo
+from .device import RESERVED_SMEM, DeviceInfo
 from .divisors import inverse, log2
 from .plan import Plan
 from .problem import AttentionProblem
@@ -20,7 +20,6 @@ DECODE_ROWS = 16
 
 _FEWEST_KEYS = 128  # of a span
 _SEGMENT_TILES = 4  # that a segment's beginning and end take as long as
-_RESERVED = 1024  # bytes of shared memory that every block takes besides its own
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,5 +102,5 @@ def make_span_plan(
 
 def _blocks(tile: Tile, info: DeviceInfo) -> int:
     """That run on a multiprocessor at the same time."""
-    room = info.smem_optin + _RESERVED
-    return max(1, min(tile.blocks, room // (tile.smem_bytes + STATIC_BYTES + _RESERVED)))
+    room = info.smem_optin + RESERVED_SMEM
+    return max(1, min(tile.blocks, room // (tile.smem_bytes + STATIC_BYTES + RESERVED_SMEM)))
