@@ -30,13 +30,14 @@ from .runtime.decode_plan import (
 )
 from .runtime.decode_tile import DECODE_PARAMS
 from .runtime.device import Device, DeviceInfo, device_for
+from .runtime.key_maps import tma_refusal
 from .runtime.launch import launch, stream_handle
 from .runtime.layout import Layout
 from .runtime.mla_launch import attend_latent
 from .runtime.mla_plan import mla_note, mla_plans
 from .runtime.params import KernelArgs
 from .runtime.plan import Plan
-from .runtime.prefill_launch import attend_prefill, prefill_layout_refusal
+from .runtime.prefill_launch import attend_prefill
 from .runtime.prefill_plan import (
     PrefillPlan,
     make_prefill_plan,
@@ -128,7 +129,7 @@ def _make_plans(
         return limit is None or nbytes <= limit
 
     decodes = not layout_refusal(layout, offsets[:3])
-    no_prefill = prefill_refusal(problem, info) or prefill_layout_refusal(layout, offsets)
+    no_prefill = prefill_refusal(problem, info) or tma_refusal(layout, offsets)
     if problem.batch_invariant and no_prefill:
         return None, None  # one kernel for requests of the same length, whatever the others'
     if decodes and not decode_refusal(problem, info):

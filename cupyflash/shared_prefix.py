@@ -13,15 +13,11 @@ from .prefix_tree import PrefixTree
 from .runtime.arrays import place, spec_of
 from .runtime.call import Call
 from .runtime.device import Device, device_for
+from .runtime.key_maps import tma_refusal
 from .runtime.launch import stream_handle
 from .runtime.problem import AttentionProblem
 from .runtime.rules.sequences import check_lengths
-from .runtime.shared_launch import (
-    Sharing,
-    attend_shared,
-    schedule_shared,
-    shared_layout_refusal,
-)
+from .runtime.shared_launch import Sharing, attend_shared, schedule_shared
 from .runtime.shared_plan import SharedPlan, make_shared_plan, shared_refusal
 
 __all__ = ["PrefixSchedule", "attend_once", "get_prefix_schedule", "sharing_of_tree"]
@@ -217,8 +213,7 @@ def _refusal(call: Call, device: Device, levels: int) -> str:
         found = layout.keep(
             key,
             lambda: (
-                shared_refusal(call.problem, device.info, levels)
-                or shared_layout_refusal(layout, starts)
+                shared_refusal(call.problem, device.info, levels) or tma_refusal(layout, starts)
             ),
         )
     return found

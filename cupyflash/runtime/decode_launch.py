@@ -10,11 +10,10 @@ from .call import Call
 from .decode_plan import DecodePlan
 from .decode_tile import DECODE_PARAMS
 from .device import Device
-from .key_maps import KeyMaps, bits_of_out, key_map, prefetched_bytes
+from .key_maps import KeyMaps, bits_of_out, key_map, prefetched_bytes, tma_refusal
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
-from .tensor_map import rows_refusal
 from .workspace import COUNTERS, with_memory
 
 __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
@@ -68,7 +67,7 @@ def layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
     pair = 2 * arrays.q[1].itemsize
     if (starts[0] | arrays.q[2][0] | arrays.q[2][1]) % pair:
         return f"q: rows do not start at multiples of {pair} bytes"
-    return rows_refusal("k", arrays.k, starts[1]) or rows_refusal("v", arrays.v, starts[2])
+    return tma_refusal(layout, starts[1:], ("k", "v"))
 
 
 def attend_decode(

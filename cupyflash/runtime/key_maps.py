@@ -1,4 +1,4 @@
-"""Tensor maps of keys and values in boxes of 128 bytes a key, and of a call, kept by address."""
+"""Tensor maps of keys and values in boxes of 128 bytes a key, and what arrays of a call allow."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 from .arrays import AttentionArrays
 from .device import Device
 from .layout import Layout
-from .tensor_map import NO_PROMOTION, SWIZZLE_128B, UINT8, UINT16, ZERO_FILL
+from .tensor_map import NO_PROMOTION, SWIZZLE_128B, UINT8, UINT16, ZERO_FILL, rows_refusal
 
-__all__ = ["KeyMap", "KeyMaps", "bits_of_out", "key_map", "prefetched_bytes"]
+__all__ = ["KeyMap", "KeyMaps", "bits_of_out", "key_map", "prefetched_bytes", "tma_refusal"]
 
 _MOST_PLACES = 1024
 _LARGEST_PREFETCH = 1 << 20  # bytes of a block table
@@ -54,6 +54,28 @@ def key_map(spec: Any, panels: int, box_keys: int, whole: bool) -> KeyMap:
         (steps[1], 128 if whole else _WIDE, steps[2], steps[0]),
         (width, box_keys, panels if whole else 1, 1, 1),
     )
+
+
+def tma_refusal(
+    layout: Layout, starts: tuple[int, ...], names: tuple[str, ...] = ("q", "k", "v", "out")
+) -> str:
+    """Why TMA cannot read or write arrays of a call; empty where it can.
+
+    Parameters
+    ----------
+    layout : Layout
+    starts : tuple of int
+        Addresses of the arrays (0 for a new one), or what they leave over multiples of 16.
+    names : tuple of str
+        Which arrays; the first ones if there are fewer ``starts``.
+    """
+    arrays = AttentionArrays(*layout.specs)
+    for name, start in zip(names, starts, strict=False):
+        spec = getattr(arrays, name)
+        refused = "" if spec is None else rows_refusal(name, spec, start)
+        if refused:
+            return refused
+    return ""
 
 
 class KeyMaps:

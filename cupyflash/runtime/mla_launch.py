@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from .arrays import AttentionArrays
 from .attention_args import Tiling, arrays_of, pack_attention, results
 from .attention_launch import usable_bytes
 from .call import Call
 from .device import Device, DeviceInfo, device_for
 from .divisors import inverse
-from .key_maps import key_map
+from .key_maps import key_map, tma_refusal
 from .latent_params import LATENT_PARAMS
 from .latent_plan import LatentPlan, box_keys, box_panels, latent_refusal, make_latent_plan
 from .launch import launch, stream_handle
 from .layout import Layout
 from .mla_plan import MlaPlan, make_mla_plan
 from .params import KernelArgs
-from .tensor_map import PROMOTE_128B, SWIZZLE_128B, ZERO_FILL, rows_refusal
+from .tensor_map import PROMOTE_128B, SWIZZLE_128B, ZERO_FILL
 from .workspace import with_memory
 
 __all__ = ["attend_latent"]
@@ -84,8 +83,7 @@ def _has_boxes(layout: Layout) -> bool:
     """Whether TMA can read the keys: rows at multiples of 16 bytes, strides that it takes."""
     found = layout.kept.get("latent boxes")
     if found is None:
-        arrays = AttentionArrays(*layout.specs)
-        refused = rows_refusal("k", arrays.k, 0) or rows_refusal("v", arrays.v, 0)
+        refused = tma_refusal(layout, (0, 0), ("k", "v"))
         found = layout.keep("latent boxes", lambda: not refused)
     return bool(found)
 

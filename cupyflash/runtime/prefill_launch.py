@@ -19,34 +19,15 @@ from .tensor_map import (
     UINT8,
     UINT16,
     ZERO_FILL,
-    rows_refusal,
 )
 from .workspace import COUNTERS, scratch_of
 
-__all__ = ["attend_prefill", "prefill_layout_refusal"]
+__all__ = ["attend_prefill"]
 
 _PANEL = 128  # bytes of a row of a box
 _WIDE = 16
 
 Map = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # shape, strides, box
-
-
-def prefill_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
-    """Why TMA cannot read or the kernel cannot write the arrays of a call; empty where both can.
-
-    Parameters
-    ----------
-    layout : Layout
-    starts : tuple of int
-        Addresses of q, k, v and out (0 for a new one).
-    """
-    arrays = AttentionArrays(*layout.specs)
-    named = (("q", arrays.q), ("k", arrays.k), ("v", arrays.v), ("out", arrays.out))
-    for (name, spec), start in zip(named, starts, strict=True):
-        refused = "" if spec is None else rows_refusal(name, spec, start)
-        if refused:
-            return refused
-    return ""
 
 
 def _row_map(spec: Any, rows: int, pack: int) -> Map:
@@ -112,7 +93,7 @@ def attend_prefill(
     Parameters
     ----------
     call : Call
-        Neither ``prefill_refusal`` nor ``prefill_layout_refusal`` has anything against it.
+        Neither ``prefill_refusal`` nor ``tma_refusal`` has anything against it.
     plan : PrefillPlan
     device : Device
     workspace : array [nbytes], uint8, optional

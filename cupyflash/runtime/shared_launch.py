@@ -18,10 +18,9 @@ from .params import KernelArgs
 from .problem import AttentionProblem
 from .shared_plan import SharedPlan
 from .shared_tile import SHARED_PARAMS
-from .tensor_map import rows_refusal
 from .workspace import with_memory
 
-__all__ = ["Sharing", "attend_shared", "schedule_shared", "shared_layout_refusal"]
+__all__ = ["Sharing", "attend_shared", "schedule_shared"]
 
 _TILING = Tiling(0, 0, 0, 0)
 _OWN_BOX, _WIDTH = 16, 64  # keys of a box; elements of 128 bytes
@@ -49,21 +48,6 @@ class Sharing(NamedTuple):
     added_keys: int = 0
     order: Any = None
     tree: Any = None
-
-
-def shared_layout_refusal(layout: Layout, starts: tuple[int, ...]) -> str:
-    """Why q, k and v of a call cannot be read in rows of 16 bytes; empty where they can.
-
-    Parameters
-    ----------
-    layout : Layout
-    starts : tuple of int
-        Addresses of q, k and v.
-    """
-    arrays = AttentionArrays(*layout.specs)
-    named = (("q", arrays.q), ("k", arrays.k), ("v", arrays.v))
-    refused = (rows_refusal(*one, start) for one, start in zip(named, starts, strict=True))
-    return next(filter(None, refused), "")
 
 
 class _Placement:
@@ -163,7 +147,7 @@ def attend_shared(
     Parameters
     ----------
     call : Call
-        Neither ``shared_refusal`` nor ``shared_layout_refusal`` has anything against it.
+        Neither ``shared_refusal`` nor ``tma_refusal`` has anything against it.
     plan : SharedPlan
     sharing : Sharing
     device : Device
