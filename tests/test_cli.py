@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +61,42 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
         cwd=ROOT, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_an_interrupt_is_no_traceback(tmp_path):
+    """Of a whole process group, as a terminal sends it: workers that compile say nothing."""
+    pytest.importorskip("cupy")
+    command = [sys.executable, "-m", "cupyflash", "precompile", "--arch", "sm_80", "--jobs", "2"]
+    env = {**os.environ, "CUPYFLASH_CACHE_DIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        try:
+            while not list(tmp_path.glob("*.lock")):  # one that compiles
+                assert process.poll() is None
+                time.sleep(0.05)
+            time.sleep(1)  # and the other has started
+            os.killpg(process.pid, signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, errors) == (130, "cupyflash: interrupted\n")
+
+
+def test_what_cannot_be_written_is_said_before_the_work(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(check, "checks", lambda xp: pytest.fail("it went to work"))
+    nowhere = tmp_path / "nowhere"
+    for option, path, words in (
+        ("--json", nowhere / "a.json", f"there is no folder {nowhere}"),
+        ("--json", tmp_path, "is a folder"),
+        ("--plot", tmp_path / "a.txt", "the name must end in"),
+        ("--plot", nowhere / "a.png", f"there is no folder {nowhere}"),
+    ):
+        assert words in run(capsys, "check", "--on", "numpy", option, str(path), status=2)
+    (tmp_path / "file").touch()
+    options = ("export", "--kv-len", "8", "--gpu", "h200", "--out", str(tmp_path / "file"))
+    assert "file: File exists" in run(capsys, *options, status=2)
 
 
 @pytest.mark.parametrize("command", ["info", "bench", "precompile", "cache", "check", "explain"])
@@ -135,10 +174,22 @@ def test_explain_the_numpy_path_and_options(capsys):
         (["--kv-len", "9", "--head-dim", "20"], "head size 20"),
         (["--kv-len", "-1"], "--kv-len -1 is negative"),
         (["--kv-len", "9", "--gpu", "a100", "--fa-version", "3"], "need 9.0"),
+        (["--kv-len", "99999999999999"], "--kv-len 99999999999999 must be below 2147483648"),
+        (["--kv-len", "65536", "--batch", "32768"], "numbered in int32"),
+        (["--kv-len", "1", "--q-len", "65536", "--batch", "32768"], "numbered in int32"),
+        (["--kv-len", "9", "--heads", "2147483640", "--q-len", "9999999"], "an array of shape"),
     ],
 )
 def test_explain_says_what_is_wrong(options, words, capsys):
     assert words in run(capsys, "explain", *options, status=2)
+
+
+def test_explain_a_cache_larger_than_the_machine(capsys):
+    sizes = ("--batch", "2000", "--kv-len", "1048576")
+    packed = explained(capsys, *sizes, "--gpu", "h200")
+    paged = explained(capsys, *sizes, "--page-size", "16", "--gpu", "h200")
+    assert "keys of at most 1048576" in packed["problem"]
+    assert "keys of at most 1048576" in paged["problem"]
 
 
 def test_explain_here_without_a_gpu(capsys):

@@ -28,7 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns
     -------
     int
-        The exit status: 0 = done, 1 = a check failed, 2 = it cannot run here or as asked.
+        The exit status: 0 = done, 1 = a check failed, 2 = it cannot run here or as asked, 130 =
+        interrupted.
     """
     parser = argparse.ArgumentParser(prog="cupyflash", description="Attention for LLM inference.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -40,6 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CommandError, CompileError, ValueError, NotImplementedError) as error:
         print(f"cupyflash: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("cupyflash: interrupted", file=sys.stderr)
+        return 130
     except BrokenPipeError:  # the reader of a pipe has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"cupyflash: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2

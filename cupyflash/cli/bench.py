@@ -17,7 +17,8 @@ from cupyflash.runtime.kernel_source import kernel_root
 
 from .call_options import gpu_of
 from .compile_many import JOBS, compile_ahead
-from .terminal import CommandError, need_matplotlib, print_as_done, print_pairs
+from .outputs import check_outputs
+from .terminal import CommandError, print_as_done, print_pairs
 
 __all__ = ["add", "run"]
 
@@ -56,9 +57,8 @@ def run(options: argparse.Namespace) -> int:
     unknown = [name for name in peers if name not in PEERS]
     if unknown:
         raise CommandError(f"--peers {', '.join(unknown)}: those known are {', '.join(PEERS)}")
+    check_outputs(options.json, options.csv, plot=options.plot)
     _need_gpu()
-    if options.plot:
-        need_matplotlib()
     about: dict[str, Any] = header(kernel_root())
     compile_ahead(needed_kernels(cases, _device()), options.jobs)
     roofs, source = roofs_here(measure=options.roofs == "measured")

@@ -10,11 +10,12 @@ import numpy as np
 from cupyflash.fa_version import current_capability
 from cupyflash.runtime.cupy_import import load_cupy
 from cupyflash.runtime.device import DeviceInfo
+from cupyflash.runtime.dry_device import reserved
 from cupyflash.runtime.dtypes import parse_scalar_type
 
 from .terminal import CommandError
 
-__all__ = ["GPUS", "add_call_options", "call_arguments", "gpu_of"]
+__all__ = ["GPUS", "add_call_options", "call_arguments", "gpu_of", "laid_out"]
 
 GPUS = {
     "a100": DeviceInfo("NVIDIA A100", 0, (8, 0), 108, 163 << 10, 40 << 20),
@@ -71,17 +72,57 @@ def gpu_of(name: str | None) -> DeviceInfo | None:
     return cupy_device(load_cupy().cuda.Device().id).info
 
 
+def laid_out(shape: tuple[int, ...], dtype: Any) -> Any:
+    """An array that takes no memory.
+
+    Raises
+    ------
+    CommandError
+        No process can have one of that size.
+    """
+    if min(shape) < 0:
+        raise CommandError(f"an array of shape {shape}: a size is negative")
+    try:
+        return reserved(shape, dtype)
+    except (OSError, OverflowError) as error:  # more than there are addresses
+        raise CommandError(f"an array of shape {shape}: {error}") from error
+
+
+_LENGTHS = ("batch", "q_len", "kv_len", "page_size", "heads", "kv_heads", "head_dim", "head_dim_v")
+
+
+def _check_sizes(options: argparse.Namespace) -> None:
+    for name in _LENGTHS:
+        given = getattr(options, name)
+        if given is not None and not 0 <= given < 1 << 31:
+            rule = "is negative" if given < 0 else "must be below 2147483648"
+            raise CommandError(f"--{name.replace('_', '-')} {given} {rule}")
+    lengths = {"--q-len": options.q_len}
+    if options.page_size is None:
+        lengths["--kv-len"] = options.kv_len
+    for name, length in lengths.items():
+        if options.batch * length >= 1 << 31:
+            raise CommandError(
+                f"--batch {options.batch} times {name} {length} tokens: a packed batch is numbered "
+                "in int32 and must have fewer than 2147483648"
+            )
+
+
 def call_arguments(options: argparse.Namespace) -> dict[str, Any]:
-    """Of `flash_attn_varlen_func`; the memory of large arrays is never touched."""
+    """Of `flash_attn_varlen_func`; large arrays have no memory.
+
+    Raises
+    ------
+    CommandError
+        A size that no call can have.
+    """
+    _check_sizes(options)
     q_type = parse_scalar_type(options.dtype, "--dtype")
     kv_type = parse_scalar_type(options.kv_dtype or options.dtype, "--kv-dtype")
     dim_v = options.head_dim if options.head_dim_v is None else options.head_dim_v
     batch, q_len, kv_len = options.batch, options.q_len, options.kv_len
-    for name in ("batch", "q_len", "kv_len"):
-        if getattr(options, name) < 0:
-            raise CommandError(f"--{name.replace('_', '-')} {getattr(options, name)} is negative")
     found: dict[str, Any] = {
-        "q": np.empty((batch * q_len, options.heads, options.head_dim), q_type.numpy),
+        "q": laid_out((batch * q_len, options.heads, options.head_dim), q_type.numpy),
         "max_seqlen_q": q_len,
         "max_seqlen_k": kv_len,
         "cu_seqlens_q": np.arange(batch + 1, dtype=np.int32) * np.int32(q_len),
@@ -99,10 +140,10 @@ def call_arguments(options: argparse.Namespace) -> dict[str, Any]:
     else:
         columns = -(-kv_len // max(1, options.page_size))
         tokens = (batch * columns, options.page_size)
-        found["block_table"] = np.zeros((batch, columns), np.int32)
+        found["block_table"] = laid_out((batch, columns), np.int32)
         found["seqused_k"] = np.full(batch, kv_len, np.int32)
-    found["k"] = np.empty((*tokens, options.kv_heads, options.head_dim), kv_type.numpy)
-    found["v"] = np.empty((*tokens, options.kv_heads, dim_v), kv_type.numpy)
+    found["k"] = laid_out((*tokens, options.kv_heads, options.head_dim), kv_type.numpy)
+    found["v"] = laid_out((*tokens, options.kv_heads, dim_v), kv_type.numpy)
     if options.alibi:
         found["alibi_slopes"] = np.zeros(options.heads, np.float32)
     if options.sink:

@@ -21,8 +21,9 @@ from cupyflash.testing import DTYPES, Case, expect_merge, write_oracle
 from .call_options import gpu_of
 from .compile_many import compile_ahead
 from .margin import margin, plot_margins
+from .outputs import check_outputs
 from .recorded_call import record
-from .terminal import CommandError, need_matplotlib, print_table, progress
+from .terminal import CommandError, print_table, progress
 
 __all__ = ["add", "checks", "run"]
 
@@ -53,8 +54,7 @@ def add(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run every check; 1 if one fails."""
     xp = _module(options.on)
-    if options.plot:
-        need_matplotlib()
+    check_outputs(options.json, plot=options.plot)
     listed = list(checks(xp))[:: 5 if options.quick else 1]
     failures, margins, start = [], [], time.monotonic()
     if xp is not np:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import TypeVar
@@ -31,7 +32,9 @@ def each_variant(
     if jobs < 2 or len(variants) < _FEW:
         return list(progress(map(work, variants), len(variants), "compile"))
     context = multiprocessing.get_context("spawn")  # a fork would take CUDA's state along
-    pool = ProcessPoolExecutor(min(jobs, len(variants)), context)
+    pool = ProcessPoolExecutor(
+        min(jobs, len(variants)), context, signal.signal, (signal.SIGINT, signal.SIG_DFL)
+    )  # an interrupt ends them without a word
     try:
         return list(progress(pool.map(work, variants), len(variants), "compile"))
     finally:  # an interrupt does not wait for what is being compiled

@@ -8,14 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 import cupyflash
 from cupyflash.runtime.compile import compile_source, kernel_source
 from cupyflash.runtime.variant import Variant
 
 from .call_header import call_header
-from .call_options import GPUS, add_call_options, call_arguments, gpu_of
+from .call_options import GPUS, add_call_options, call_arguments, gpu_of, laid_out
 from .recorded_call import Launch, RecordedCall, Struct, TensorMap, record
 from .terminal import CommandError
 
@@ -68,7 +66,7 @@ def _resize(arguments: dict[str, Any], blocks: int) -> None:
         raise CommandError("--blocks is of a paged cache; give --page-size too")
     for name in "kv":
         array = arguments[name]
-        arguments[name] = np.empty((blocks, *array.shape[1:]), array.dtype)
+        arguments[name] = laid_out((blocks, *array.shape[1:]), array.dtype)
 
 
 def _title(options: argparse.Namespace, gpu: str) -> str:

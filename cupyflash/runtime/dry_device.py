@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import sys
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -18,6 +19,8 @@ from .variant import Variant
 __all__ = ["DryDevice", "encoded_map", "reach", "reserved"]
 
 _MADE = {"uint8": "workspace", "uint32": "counters", "float32": "lse"}  # what calls allocate
+# Python has the name from 3.13 on; without it Linux refuses more than the machine has.
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 _maps: dict[bytes, tuple[Any, ...]] = {}  # by what stands for them; a layout may keep that
 
 
@@ -92,7 +95,7 @@ def reach(array: Any) -> int:
 
 def reserved(shape: tuple[int, ...], dtype: Any) -> Any:
     """An array from the start of a page on, without memory behind it until it is touched."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     nbytes = prod(shape) * np.dtype(dtype).itemsize
     memory = np.frombuffer(mmap.mmap(-1, max(1, nbytes), flags=flags), np.uint8)
     return memory[:nbytes].view(dtype).reshape(shape)
