@@ -104,6 +104,14 @@ def test_params_of_another_size_do_not_compile():
         compile_source(*kernel_source(wrong), wrong)
 
 
+def test_a_compiler_that_makes_slow_kernels_is_told(cache, monkeypatch):
+    said = "ptxas info : (C7515) Potential Performance Loss: wgmma.mma_async is serialized"
+    module = importlib.import_module("cupyflash.runtime.compile")
+    monkeypatch.setattr(module, "compile_source", lambda *_: (b"cubin", said))
+    with pytest.warns(RuntimeWarning, match=r"right, but slow. Install nvidia-cuda-nvrtc 12\.9"):
+        assert compiled_file(VARIANT).is_file()
+
+
 @pytest.mark.parametrize("variant", [VARIANT, write_variant("sm_80", FP32, E4M3)])
 def test_the_text_has_the_same_bits_the_way_cupy_compiles_it(variant):
     source, options = kernel_source(variant)

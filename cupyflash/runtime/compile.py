@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 _loading = threading.RLock()
+_SERIALISED = "C7515"  # of ptxas, before 12.9, in the Hopper prefill
 
 
 def native_arch(capability: tuple[int, int]) -> str:
@@ -74,7 +75,17 @@ def compiled_file(variant: Variant) -> Path:
                 f"{variant.symbol} for {variant.arch} is not in {folder.folder}, and "
                 "CUPYFLASH_NO_COMPILE is set; run `python -m cupyflash precompile` or unset it"
             )
-        return compile_source(source, options, variant)[0]
+        binary, log = compile_source(source, options, variant)
+        if _SERIALISED in log:
+            version = ".".join(map(str, compiler().version))
+            warnings.warn(
+                f"NVRTC {version} lets tensor core instructions wait for each other "
+                f"({_SERIALISED}): right, but slow. Install nvidia-cuda-nvrtc 12.9 or later, and "
+                "clear the cache",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return binary
 
     folder = cubin_cache()
     try:
