@@ -1,21 +1,26 @@
-"""Parts of docs/ that are made from the code and from recorded runs.
+"""Parts of docs/ and README.md that are made from the code and from recorded runs.
 
-python tests/docs_tables.py     writes them; tests/test_docs.py compares
+python tests/docs_tables.py             writes them; tests/test_docs.py compares
+python tests/docs_tables.py RUN         first names docs/results/RUN-bench.json and RUN.md as the record
 """
 
 from __future__ import annotations
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
+from typing import Any
 
 from cupyflash.bench.record import cells, columns
 from cupyflash.runtime.variants import all_variants
 from cupyflash.support import SUPPORT, Row
 
-DOCS = Path(__file__).parents[1] / "docs"
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -74,20 +79,65 @@ def variants() -> str:
     return table(["source", *ARCHS], rows)
 
 
-def performance() -> str:
-    """The benchmark of the run that docs/performance.md names."""
+def record() -> str:
+    """The run that docs/performance.md names."""
     page = (DOCS / "performance.md").read_text()
-    (name,) = set(re.findall(r"\(results/([\w.-]+\.json)\)", page))
-    run = json.loads((DOCS / "results" / name).read_text())
+    (name,) = set(re.findall(r"\(results/([\w.-]+)-bench\.json\)", page))
+    return name
+
+
+def recorded() -> dict[str, Any]:
+    return json.loads((DOCS / f"results/{record()}-bench.json").read_text())
+
+
+def performance() -> str:
+    """Every case of the record."""
+    run = recorded()
     header = ", ".join(f"{key} {value}" for key, value in run["header"].items() if key != "roofs")
-    head = columns()
     rows = [cells({"skipped": {}, **row}) for row in run["rows"]]
-    return f"{header}\n\n{table(head, rows)}"
+    return f"{header}\n\n{table(columns(), rows)}"
+
+
+KINDS = {
+    "decode": "decode/",
+    "decode with prefill in one batch": "mixed/",
+    "prefill, 16 bit": ("prefill/", "paged-", "chunked-", "window-", "softcap-", "ragged-"),
+    "prefill, 8 bit": "prefill-fp8/",
+    "latent attention": "mla/",
+    "shared prefixes": "shared-prefix/",
+}
+
+
+def ratios(case: str | tuple[str, ...]) -> dict[str, float]:
+    """The fastest peer's time over ours, by case."""
+    found = {}
+    for row in recorded()["rows"]:
+        times = dict(row["us"])
+        ours = times.pop("cupyflash", None)
+        if ours and times and row["case"].startswith(case):
+            found[row["case"]] = min(times.values()) / ours
+    return found
+
+
+def means() -> str:
+    rows = []
+    for kind, cases in KINDS.items():
+        if found := list(ratios(cases).values()):
+            figures = (geometric_mean(found), min(found), max(found))
+            rows.append([kind, str(len(found)), *(f"{figure:.2f}" for figure in figures)])
+    return table(["", "cases", "geometric mean", "lowest", "highest"], rows)
+
+
+def behind() -> str:
+    """Where a peer was faster."""
+    found = sorted((ratio, case) for case, ratio in ratios("").items() if ratio < 1)
+    return table(["case", "peer / ours"], [[case, f"{ratio:.3f}"] for ratio, case in found])
 
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
-    "support.md": {"support": support, "variants": variants},
-    "performance.md": {"performance": performance},
+    "docs/support.md": {"support": support, "variants": variants},
+    "docs/performance.md": {"means": means, "performance": performance, "behind": behind},
+    "README.md": {"means": means},
 }
 
 
@@ -100,7 +150,16 @@ def filled(page: str, text: str) -> str:
     return text
 
 
+def name_record(run: str) -> None:
+    """Point docs/performance.md at another run."""
+    assert (DOCS / f"results/{run}.md").is_file()
+    path = DOCS / "performance.md"
+    path.write_text(path.read_text().replace(record(), run))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        name_record(sys.argv[1])
     for page in SECTIONS:
-        path = DOCS / page
+        path = ROOT / page
         path.write_text(filled(page, path.read_text()))

@@ -92,7 +92,7 @@ def test_code_of_a_page_runs(page, capsys):
 
 @pytest.mark.parametrize("page", docs_tables.SECTIONS)
 def test_tables_are_those_of_the_code(page):
-    text = (ROOT / "docs" / page).read_text()
+    text = (ROOT / page).read_text()
     assert text == docs_tables.filled(page, text), "run python tests/docs_tables.py"
 
 
