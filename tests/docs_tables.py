@@ -1,7 +1,7 @@
 """Parts of docs/ and README.md that are made from the code and from recorded runs.
 
 python tests/docs_tables.py             writes them; tests/test_docs.py compares
-python tests/docs_tables.py RUN         first names docs/results/RUN-bench.json and RUN.md as the record
+python tests/docs_tables.py RUN         first names docs/results/RUN{.md,-bench.json} as the record
 """
 
 from __future__ import annotations
