@@ -16,7 +16,6 @@ from .portable import attend as attend_portable
 from .portable import attention_plans as portable_plans
 from .portable import write_schedule as write_header
 from .runtime.arrays import array_module, on_stream
-from .runtime.attention_launch import usable_bytes
 from .runtime.attention_plan import ATTENTION_PARAMS
 from .runtime.call import Call
 from .runtime.decode_bounds import decode_plans
@@ -47,6 +46,7 @@ from .runtime.prefill_plan import (
 from .runtime.problem import AttentionProblem
 from .runtime.rules.latent import is_latent
 from .runtime.spans import LARGEST_SCAN, PREFIX_EXTRA
+from .runtime.work import usable_bytes
 
 __all__ = ["attend", "attention_plans", "kernel_note", "write_schedule"]
 

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .arrays import place
-from .attention_args import Tiling, arrays_of, pack_attention, results
+from .attention_args import Tiling
 from .attention_plan import AttentionPlan, make_attention_plans
 from .call import Call
 from .costs import ALONE
 from .decode_tile import DECODE_PARAMS
-from .device import Device, DeviceInfo, device_for
+from .device import DeviceInfo, device_for
 from .key_maps import bits_of_out
-from .launch import launch, stream_handle
+from .launch import stream_handle
 from .layout import Layout
-from .params import KernelArgs
 from .span_plan import SpanPlan
-from .workspace import with_memory
+from .work import Work, queue_work, usable_bytes
 
-__all__ = ["attend", "usable_bytes"]
-
-_UINT8 = np.dtype(np.uint8)
+__all__ = ["attend"]
 
 
 def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> tuple[Any, Any]:
@@ -53,15 +47,13 @@ def attend(call: Call, scheduler_metadata: Any, workspace: Any, stream: Any) -> 
     device, given = device_for(call.arrays.q), stream_handle(stream)
     parts = _parts(call.layout, device.info, usable_bytes(call, device, workspace))
     nbytes = max([part.plan.forward.workspace_bytes for part in parts])
-    out, lse = results(call, device, given)
-    queue = device.current_stream() if given is None else given
 
-    def launches(block: Any, counters: Any) -> None:
+    def queue(work: Work) -> None:
         for part in parts:
-            part.queue(call, device, (out, lse), block, counters, queue)
+            part.queue(work)
 
-    with_memory(device, queue, workspace, nbytes, launches)
-    return out, lse
+    handle = device.current_stream() if given is None else given
+    return queue_work(call, device, handle, workspace, nbytes, queue)
 
 
 class _Tiles:
@@ -73,22 +65,12 @@ class _Tiles:
             plan.chunk, plan.blocks_a_request, plan.row_block, plan.partial_rows, plan.skipped_rows
         )
 
-    def queue(
-        self,
-        call: Call,
-        device: Device,
-        found: tuple[Any, Any],
-        block: Any,
-        counters: Any,
-        stream: int,
-    ) -> None:
-        del counters
-        scratch = None if self._combine is None else block
-        packed = pack_attention(call, device, *found, scratch, self._tiling)
-        args = KernelArgs((packed,), arrays_of(call, *found, scratch))
-        launch(device, self.plan.forward, args, stream)
+    def queue(self, work: Work) -> None:
+        scratch = None if self._combine is None else work.block
+        values, arrays = (work.pack(self._tiling, scratch),), work.touched(scratch)
+        work.launch(self.plan.forward, values, arrays)
         if self._combine is not None:
-            launch(device, self._combine, args, stream)
+            work.launch(self._combine, values, arrays)
 
 
 class _Spans:
@@ -100,26 +82,17 @@ class _Spans:
         self._out_bits = bits_of_out(layout)
         self._tails = [DECODE_PARAMS.pack_tail(*plan.numbers, 0, wide, *ALONE) for wide in (0, 1)]
 
-    def queue(
-        self,
-        call: Call,
-        device: Device,
-        found: tuple[Any, Any],
-        block: Any,
-        counters: Any,
-        stream: int,
-    ) -> None:
-        memory = self._memory
-        scratch = block if memory.rows else None
-        packed = pack_attention(call, device, *found, scratch, self._tiling)
-        tail = self._tails[(device.pointer(found[0]) | self._out_bits) % 8 == 0]
-        arrays = arrays_of(call, *found, block, counters)
-        *partials, arrivals, made, cleared = memory.pointers(device, block, counters)
+    def queue(self, work: Work) -> None:
+        block, counters = work.block, work.counters
+        packed = work.pack(self._tiling, block if self._memory.rows else None)
+        tail = self._tails[(work.device.pointer(work.out) | self._out_bits) % 8 == 0]
+        arrays = work.touched(block, counters)
+        *partials, arrivals, made, cleared = self._memory.pointers(work.device, block, counters)
         if cleared or made:
             values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made, 0)
-            launch(device, self.plan.schedule, KernelArgs((packed, values), arrays), stream)
+            work.launch(self.plan.schedule, (packed, values), arrays)
         values = DECODE_PARAMS.pack_head(tail, *partials, arrivals, made, 0)
-        launch(device, self.plan.forward, KernelArgs((packed, values), arrays), stream)
+        work.launch(self.plan.forward, (packed, values), arrays)
 
 
 _Part = _Tiles | _Spans
@@ -137,18 +110,3 @@ def _make_parts(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[_P
     return tuple(
         _Spans(layout, plan) if isinstance(plan, SpanPlan) else _Tiles(plan) for plan in plans
     )
-
-
-def usable_bytes(call: Call, device: Device, workspace: Any) -> int | None:
-    """Bytes of the caller's workspace."""
-    if workspace is None:
-        return None
-    place(("q", "workspace"), (call.arrays.q, workspace))
-    if workspace.dtype != _UINT8 or workspace.ndim != 1 or workspace.strides != (1,):
-        raise ValueError(
-            f"workspace is {workspace.dtype} {workspace.shape}; it must be contiguous uint8 "
-            "[nbytes]"
-        )
-    if device.pointer(workspace) % 16:
-        raise ValueError("workspace must start at a multiple of 16 bytes")
-    return int(workspace.nbytes)

@@ -5,20 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays import AttentionArrays
-from .attention_args import Tiling, arrays_of, pack_attention, results
 from .call import Call
 from .decode_plan import DecodePlan
 from .decode_tile import DECODE_PARAMS
 from .device import Device
 from .key_maps import KeyMaps, bits_of_out, key_map, prefetched_bytes, tma_refusal
-from .launch import launch
 from .layout import Layout
-from .params import KernelArgs
-from .workspace import COUNTERS, with_memory
+from .work import Work, queue_work
+from .workspace import COUNTERS
 
 __all__ = ["HEADER_BYTES", "attend_decode", "layout_refusal"]
-
-_TILING = Tiling(0, 0, 0, 0)
 
 HEADER_BYTES = 16
 """Of a schedule, before its table."""
@@ -97,41 +93,29 @@ def attend_decode(
     CaptureError, CompileError
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
-    found = results(call, device, stream)
-
-    def queue(block: Any, counters: Any) -> None:
-        _queue(call, plan, device, found, table, block, counters, stream)
-
-    with_memory(device, stream, workspace, plan.attend.workspace_bytes, queue)
-    return found
+    nbytes = plan.attend.workspace_bytes
+    return queue_work(
+        call, device, stream, workspace, nbytes, lambda work: _queue(work, plan, table)
+    )
 
 
-def _queue(
-    call: Call,
-    plan: DecodePlan,
-    device: Device,
-    found: tuple[Any, Any],
-    table: Any,
-    block: Any,
-    counters: Any,
-    stream: int,
-) -> None:
-    """``counters`` are 0 between launches, and so is the memory for mail behind them; without them
-    they lie in the block and are set to 0."""
+def _queue(work: Work, plan: DecodePlan, table: Any) -> None:
+    """Behind the counters there is memory for mail, which is 0 between launches too."""
+    call, device, block, counters = work.call, work.device, work.block, work.counters
     layout = call.layout
     placed: Placement = layout.kept.get(plan) or layout.keep(plan, lambda: Placement(layout, plan))
-    packed = pack_attention(call, device, *found, None, _TILING)
+    packed = work.pack()
     *partials, arrivals, made, cleared = plan.memory.pointers(device, block, counters)
     if table is not None:
         made = 0
-    wide = (device.pointer(found[0]) | placed.out_bits) % 8 == 0
+    wide = (device.pointer(work.out) | placed.out_bits) % 8 == 0
     prefix = made if table is None else device.pointer(table) + HEADER_BYTES
-    arrays = arrays_of(call, *found, block, counters, table)
+    arrays = work.touched(block, counters, table)
     tail = placed.tails[wide]
     if cleared or made:
         values = DECODE_PARAMS.pack_head(tail, *partials, cleared, made, 0)
-        launch(device, plan.schedule, KernelArgs((packed, values), arrays), stream)
+        work.launch(plan.schedule, (packed, values), arrays)
     mail = arrivals + 4 * COUNTERS if plan.mails and arrivals and not cleared else 0
     decode = DECODE_PARAMS.pack_head(tail, *partials, arrivals, prefix, mail)
     maps = placed.key_maps.at(device, call.arrays.k, call.arrays.v)
-    launch(device, plan.attend, KernelArgs((packed, decode, *maps), arrays), stream)
+    work.launch(plan.attend, (packed, decode, *maps), arrays)

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from .attention_args import Tiling, arrays_of, pack_attention, results
-from .attention_launch import usable_bytes
 from .call import Call
 from .device import Device, DeviceInfo, device_for
 from .divisors import inverse
 from .key_maps import key_map, tma_refusal
 from .latent_params import LATENT_PARAMS
 from .latent_plan import LatentPlan, box_keys, box_panels, latent_refusal, make_latent_plan
-from .launch import launch, stream_handle
+from .launch import stream_handle
 from .layout import Layout
 from .mla_plan import MlaPlan, make_mla_plan
-from .params import KernelArgs
 from .tensor_map import PROMOTE_128B, SWIZZLE_128B, ZERO_FILL
-from .workspace import with_memory
+from .work import Work, queue_work, usable_bytes
 
 __all__ = ["attend_latent"]
 
 _WIDE = 16
-_TILING = Tiling(0, 0, 0, 0)
 
 
 def attend_latent(call: Call, workspace: Any, stream: Any, hopper: bool = False) -> tuple[Any, Any]:
@@ -51,18 +47,12 @@ def attend_latent(call: Call, workspace: Any, stream: Any, hopper: bool = False)
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
     device, given = device_for(call.arrays.q), stream_handle(stream)
-    queue = device.current_stream() if given is None else given
     limit = usable_bytes(call, device, workspace)
     by_tma = _latent_plan(call, device, limit) if hopper else None
     plan = by_tma or _plan(call.layout, device.info, limit)
-    found = results(call, device, given)
     nbytes = (plan.attend if isinstance(plan, LatentPlan) else plan.forward).workspace_bytes
-
-    def launches(block: Any, counters: Any) -> None:
-        _queue(call, plan, device, found, block, counters, queue)
-
-    with_memory(device, queue, workspace, nbytes, launches)
-    return found
+    queue = device.current_stream() if given is None else given
+    return queue_work(call, device, queue, workspace, nbytes, lambda work: _queue(work, plan))
 
 
 def _latent_plan(call: Call, device: Device, limit: int | None) -> LatentPlan | None:
@@ -118,45 +108,27 @@ def _key_map(call: Call, device: Device, array: Any, panels: int) -> bytes:
     )  # fmt: skip
 
 
-def _queue(
-    call: Call,
-    plan: MlaPlan | LatentPlan,
-    device: Device,
-    found: tuple[Any, Any],
-    block: Any,
-    counters: Any,
-    stream: int,
-) -> None:
+def _queue(work: Work, plan: MlaPlan | LatentPlan) -> None:
     if isinstance(plan, LatentPlan):
-        _queue_hopper(call, plan, device, found, block, counters, stream)
+        _queue_hopper(work, plan)
         return
-    packed = pack_attention(call, device, *found, block, plan.tiling)
-    used = arrays_of(call, *found, block)
-    launch(device, plan.forward, KernelArgs((packed, _pack(call, device)), used), stream)
+    packed, used = work.pack(plan.tiling, work.block), work.touched(work.block)
+    work.launch(plan.forward, (packed, _pack(work.call, work.device)), used)
     if plan.combine is not None:
-        launch(device, plan.combine, KernelArgs((packed,), used), stream)
+        work.launch(plan.combine, (packed,), used)
 
 
-def _queue_hopper(
-    call: Call,
-    plan: LatentPlan,
-    device: Device,
-    found: tuple[Any, Any],
-    block: Any,
-    counters: Any,
-    stream: int,
-) -> None:
-    """``counters`` are 0 between launches; without them they lie in the block and are set to 0."""
-    packed = pack_attention(call, device, *found, None, _TILING)
-    used = arrays_of(call, *found, block, counters)
+def _queue_hopper(work: Work, plan: LatentPlan) -> None:
+    call, device, block, counters = work.call, work.device, work.block, work.counters
+    packed, used = work.pack(), work.touched(block, counters)
     at = plan.memory.pointers(device, block, counters)
     spans = plan.pack(at)
     if at.cleared:
-        launch(device, plan.schedule, KernelArgs((packed, spans), used), stream)
+        work.launch(plan.schedule, (packed, spans), used)
     values = packed, spans, _pack(call, device, plan.side)
     panels = box_panels(call.problem)
     maps = (
         _key_map(call, device, call.arrays.k, 1),
         _key_map(call, device, call.arrays.v, panels),
     )
-    launch(device, plan.attend, KernelArgs((*values, *maps), used), stream)
+    work.launch(plan.attend, (*values, *maps), used)

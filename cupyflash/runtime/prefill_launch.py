@@ -5,12 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from .arrays import ArraySpec, AttentionArrays
-from .attention_args import arrays_of, pack_attention, results
 from .call import Call
 from .device import Device
-from .launch import launch
 from .layout import Layout
-from .params import KernelArgs
 from .prefill_plan import PREFILL_PARAMS, PrefillPlan
 from .tensor_map import (
     PROMOTE_128B,
@@ -20,7 +17,8 @@ from .tensor_map import (
     UINT16,
     ZERO_FILL,
 )
-from .workspace import COUNTERS, scratch_of
+from .work import Work, queue_work
+from .workspace import COUNTERS
 
 __all__ = ["attend_prefill"]
 
@@ -112,28 +110,19 @@ def attend_prefill(
     CaptureError, CompileError
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
-    found = found or results(call, device, stream)
-    with scratch_of(device, stream) as scratch:
-        own = scratch.reserve(plan.attend.workspace_bytes if workspace is None else 1)
-        block = own if workspace is None else workspace
-        _queue(call, plan, device, found, block, scratch.counters, stream)
-    return found
+    return queue_work(
+        call, device, stream, workspace, plan.attend.workspace_bytes,
+        lambda work: _queue(work, plan), found=found, counts=True,
+    )  # fmt: skip
 
 
-def _queue(
-    call: Call,
-    plan: PrefillPlan,
-    device: Device,
-    found: tuple[Any, Any],
-    block: Any,
-    counters: Any,
-    stream: int,
-) -> None:
-    layout, arrays = call.layout, call.arrays
+def _queue(work: Work, plan: PrefillPlan) -> None:
+    device, block, counters = work.device, work.block, work.counters
+    layout, arrays = work.call.layout, work.call.arrays
     placed = layout.kept.get(plan) or layout.keep(plan, lambda: _placement(layout, plan))
     maps, promotion, outside = placed
     partial = block[plan.workspace_at :] if plan.combine is not None else None
-    packed = pack_attention(call, device, *found, partial, plan.tiling)
+    packed = work.pack(plan.tiling, partial)
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
     links = device.pointer(block) + plan.workspace_at + plan.partial_bytes
     own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, plan.tiling.skipped_rows)
@@ -144,10 +133,10 @@ def _queue(
             SWIZZLE_128B, promotion, ZERO_FILL,
         )
         for array, (shape, strides, box) in zip(
-            (arrays.q, arrays.k, arrays.v, found[0]), maps, strict=False
+            (arrays.q, arrays.k, arrays.v, work.out), maps, strict=False
         )
     )  # fmt: skip
-    used = arrays_of(call, *found, block, counters)
-    launch(device, plan.attend, KernelArgs((packed, own, *encoded), used), stream)
+    used = work.touched(block, counters)
+    work.launch(plan.attend, (packed, own, *encoded), used)
     if plan.combine is not None:
-        launch(device, plan.combine, KernelArgs((packed,), used), stream)
+        work.launch(plan.combine, (packed,), used)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .arrays import AttentionArrays
-from .attention_args import Tiling, arrays_of, pack_attention, results
 from .attention_params import ATTENTION_PARAMS
 from .call import Call
 from .decode_tile import DECODE_PARAMS
@@ -18,11 +17,10 @@ from .params import KernelArgs
 from .problem import AttentionProblem
 from .shared_plan import SharedPlan
 from .shared_tile import SHARED_PARAMS
-from .workspace import with_memory
+from .work import Work, queue_work
 
 __all__ = ["Sharing", "attend_shared", "schedule_shared"]
 
-_TILING = Tiling(0, 0, 0, 0)
 _OWN_BOX, _WIDTH = 16, 64  # keys of a box; elements of 128 bytes
 _LOG2E = 1.4426950408889634
 _SMALLEST_SCALE = 1e-30  # it meets -inf
@@ -167,42 +165,29 @@ def attend_shared(
     CaptureError, CompileError
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
-    found = results(call, device, stream)
     made = scheduled and workspace is not None
-
-    def queue(block: Any, counters: Any) -> None:
-        memory = (block, counters if plan.inside else None)
-        _queue(call, plan, sharing, device, found, memory, stream, made)
-
-    with_memory(device, stream, workspace, plan.attend.workspace_bytes, queue)
-    return found
+    return queue_work(
+        call, device, stream, workspace, plan.attend.workspace_bytes,
+        lambda work: _queue(work, plan, sharing, made),
+    )  # fmt: skip
 
 
-def _queue(
-    call: Call,
-    plan: SharedPlan,
-    sharing: Sharing,
-    device: Device,
-    found: tuple[Any, Any],
-    memory: tuple[Any, Any],
-    stream: int,
-    scheduled: bool,
-) -> None:
-    """``memory``: the workspace, and counters where the attention makes its own schedule."""
-    layout, (block, counters) = call.layout, memory
+def _queue(work: Work, plan: SharedPlan, sharing: Sharing, scheduled: bool) -> None:
+    call, device, layout, block = work.call, work.device, work.call.layout, work.block
+    counters = work.counters if plan.inside else None  # it makes its own schedule with them
     placed: _Placement = layout.kept.get(plan) or layout.keep(
         plan, lambda: _Placement(layout, plan)
     )
-    arrays = (*arrays_of(call, *found, block, sharing.order, sharing.tree), counters)
-    attention = pack_attention(call, device, *found, None, _TILING)
-    wide = (device.pointer(found[0]) | placed.out_bits) % 8 == 0
+    arrays = work.touched(block, sharing.order, sharing.tree, counters)
+    attention = work.pack()
+    wide = (device.pointer(work.out) | placed.out_bits) % 8 == 0
     shared = _pack(call.problem, plan, sharing, device, block, counters)
     common = attention, placed.decode[wide], shared
     if not scheduled and counters is None:
-        launch(device, plan.schedule, KernelArgs(common, arrays), stream)
+        work.launch(plan.schedule, common, arrays)
     maps = placed.key_maps.at(device, call.arrays.k, call.arrays.v)
     attend = plan.attend_after if counters is None else plan.attend
-    launch(device, attend, KernelArgs((*common, *maps), arrays), stream)
+    work.launch(attend, (*common, *maps), arrays)
 
 
 def _pack(

@@ -139,6 +139,7 @@ def with_memory(
     workspace: Any,
     nbytes: int,
     queue: Callable[[Any, Any], None],
+    counts: bool = False,
 ) -> None:
     """Let a call queue its launches with the memory they need.
 
@@ -154,14 +155,15 @@ def with_memory(
         Called once, with the memory (None where none is needed) and the stream's
         `Scratch.counters`. These are None where the memory is the caller's, which may hold
         anything: the launches then have counters in it, and clear them.
+    counts : bool
+        The launches use the stream's counters whosoever's the memory is.
     """
-    if not nbytes:
-        queue(None, None)
-    elif workspace is not None:
-        queue(workspace, None)
-    else:
+    if counts or (nbytes and workspace is None):
         with scratch_of(device, stream) as scratch:
-            queue(scratch.reserve(nbytes), scratch.counters)
+            block = scratch.reserve(nbytes if workspace is None else 1)
+            queue(block if workspace is None else workspace, scratch.counters)
+    else:
+        queue(workspace if nbytes else None, None)
 
 
 def free_workspaces() -> int:
