@@ -174,16 +174,17 @@ def test_b58_alibi_is_applied_at_any_block_size(path, alibi, page_size):
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 4, 8])
-@pytest.mark.parametrize(("kv_len", "window"), [(4, (-1, -1)), (200, (3, 0))])
+@pytest.mark.parametrize(("kv_len", "window"), [(4, (-1, -1)), (200, (3, 0)), (1024, (-1, -1))])
 def test_b59_sink_counted_once(path, num_splits, kv_len, window):
     q, k, v = mean_batch([1], [kv_len])
-    v -= kv_len - 4
+    v %= 4
     out, lse = attend(
         path, q, k, v, [1], [kv_len], 16, num_splits=num_splits, window_size=window,
         s_aux=np.zeros(1, np.float32),
     )  # fmt: skip
-    np.testing.assert_allclose(out, 1.2, rtol=rounding(path))
-    np.testing.assert_allclose(lse, math.log(5), rtol=1e-6)
+    seen = 4 if window == (3, 0) else kv_len
+    np.testing.assert_allclose(out, 1.5 * seen / (seen + 1), rtol=rounding(path))
+    np.testing.assert_allclose(lse, math.log(seen + 1), rtol=1e-6)
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
