@@ -123,7 +123,7 @@ def _plans(call: Call, device: Device, limit: int | None) -> _Plans:
 def _make_plans(
     layout: Layout, info: DeviceInfo, limit: int | None, offsets: tuple[int, ...]
 ) -> _Plans:
-    problem, limits = layout.problem, () if limit is None else (limit,)
+    problem = layout.problem
 
     def fits(nbytes: int) -> bool:
         return limit is None or nbytes <= limit
@@ -133,7 +133,7 @@ def _make_plans(
     if problem.batch_invariant and no_prefill:
         return None, None  # one kernel for requests of the same length, whatever the others'
     if decodes and not decode_refusal(problem, info):
-        decode = make_decode_plan(problem, info, *limits)
+        decode = make_decode_plan(problem, info, limit)
         if fits(decode.attend.workspace_bytes):
             return decode, None
         _refuse_other_bits(problem, decode.attend.workspace_bytes)
@@ -142,18 +142,18 @@ def _make_plans(
     short = _short_requests(problem, info) if decodes else None
     if short is not None:
         rows = short.max_seqlen_q * problem.group_size
-        decode = make_decode_plan(short, info, *limits, most_rows=rows)
+        decode = make_decode_plan(short, info, limit, most_rows=rows)
         prefill = make_prefill_plan(
             problem,
             info,
-            *limits,
+            limit,
             most_skipped=rows,
             workspace_at=workspace_behind(decode.attend),
         )
         if fits(prefill.attend.workspace_bytes):
             return decode.with_workspace(prefill.attend.workspace_bytes), prefill
         _refuse_other_bits(problem, prefill.attend.workspace_bytes)
-    prefill = make_prefill_plan(problem, info, *limits)
+    prefill = make_prefill_plan(problem, info, limit)
     return None, prefill if fits(prefill.attend.workspace_bytes) else None
 
 

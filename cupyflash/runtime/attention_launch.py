@@ -105,8 +105,7 @@ def _parts(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[_Part, 
 
 
 def _make_parts(layout: Layout, info: DeviceInfo, limit: int | None) -> tuple[_Part, ...]:
-    limits = () if limit is None else (limit,)
-    plans = make_attention_plans(layout.problem, info, *limits)
+    plans = make_attention_plans(layout.problem, info, limit)
     return tuple(
         _Spans(layout, plan) if isinstance(plan, SpanPlan) else _Tiles(plan) for plan in plans
     )

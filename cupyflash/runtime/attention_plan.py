@@ -9,7 +9,7 @@ from .attention_params import ATTENTION_PARAMS
 from .attention_tiles import Tile, attention_variants, combine_variant, score_mod, tiles_of
 from .compile import native_arch
 from .device import RESERVED_SMEM, DeviceInfo
-from .plan import Plan
+from .plan import LARGEST_WORKSPACE, Plan
 from .problem import AttentionProblem
 from .span_plan import DECODE_ROWS, SpanPlan, make_span_plan, serves
 from .spans import schedule_plan
@@ -30,7 +30,6 @@ NEVER_SPLIT = 1 << 30
 
 _COMBINE_THREADS = 128
 _SMALLEST_CHUNK = 128
-_LARGEST_WORKSPACE = 1 << 28
 _WAVES = 8  # blocks a slot of the device, at most, for the sake of splitting
 
 
@@ -69,14 +68,16 @@ class AttentionPlan:
 
 @lru_cache(maxsize=4096)
 def make_attention_plans(
-    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int | None = None
 ) -> tuple[SpanPlan | AttentionPlan, ...]:
     """The launches of a problem on a device in their order; one after the other uses the workspace.
 
     Where short and long requests may meet, the short ones are served before. Splits are lowered to
     fit ``workspace_limit``.
     """
-    limit = min(workspace_limit, _LARGEST_WORKSPACE)
+    limit = LARGEST_WORKSPACE
+    if workspace_limit is not None:
+        limit = min(limit, workspace_limit)
     tile, decode = _choose_tile(problem, info), _decode_tile(problem, info)
     if decode is not None and tile == decode:
         return (make_span_plan(problem, info, decode, limit),)
@@ -154,7 +155,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
         return 0
     tile, decoding = _decode_tile(problem, info), 0
     if tile is not None and problem.group_size <= DECODE_ROWS:
-        decoding = make_span_plan(_short(problem), info, tile, _LARGEST_WORKSPACE).memory.nbytes
+        decoding = make_span_plan(_short(problem), info, tile, LARGEST_WORKSPACE).memory.nbytes
     if problem.num_splits == 1:
         return decoding
     rows = problem.total_q * problem.num_heads_q
@@ -165,7 +166,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
         full = max(tile.rows * _resident(tile, info) for tile in tiles if tile.key_warps == 1)
         rows = min(rows * MOST_SPLITS, _WAVES * full)
     nbytes = rows * (problem.head_dim_v + 1) * 4
-    return min(max(nbytes, decoding), _LARGEST_WORKSPACE)
+    return min(max(nbytes, decoding), LARGEST_WORKSPACE)
 
 
 def _partial_bytes(problem: AttentionProblem, rows: int, splits: int) -> int:

@@ -12,7 +12,7 @@ from .decode_tile import BUCKETS, DecodeTile, row_tiles, warp_counts
 from .device import RESERVED_SMEM, DeviceInfo
 from .divisors import inverse, log2, page_shift
 from .dtypes import FP16
-from .plan import Plan
+from .plan import LARGEST_WORKSPACE, Plan
 from .problem import AttentionProblem
 from .spans import (
     ALIGN_BYTES,
@@ -34,7 +34,6 @@ __all__ = [
     "workspace_behind",
 ]
 
-_LARGEST_WORKSPACE = 1 << 28
 _IN_FLIGHT = 192 << 10  # bytes a multiprocessor asks for ahead
 # Up to which one block of 8 warps on a multiprocessor, with fewer pieces to merge, is better than
 # two of 4; and the same for pieces of many rows.
@@ -148,7 +147,7 @@ def _side_by_side(problem: AttentionProblem, info: DeviceInfo) -> int:
 def make_decode_plan(
     problem: AttentionProblem,
     info: DeviceInfo,
-    workspace_limit: int = _LARGEST_WORKSPACE,
+    workspace_limit: int | None = None,
     most_rows: int = ANY_ROWS,
 ) -> DecodePlan:
     """The launches of a problem that is not refused; fewer spans fit a small workspace.
@@ -167,8 +166,9 @@ def make_decode_plan(
     table = problem.batch > LARGEST_SCAN
     prefix_bytes = span_memory(0, 0, problem.batch, 0).nbytes
     slot_bytes = 2 * unit * row_block * (problem.head_dim_v + 2) * 4
+    limit = LARGEST_WORKSPACE if workspace_limit is None else workspace_limit
     pieces, most = problem.num_splits, min(info.num_sms * blocks, COUNTERS)
-    spans = min(most, max(0, workspace_limit - prefix_bytes) // (slot_bytes + 4))
+    spans = min(most, max(0, limit - prefix_bytes) // (slot_bytes + 4))
     if invariant or spans < min(segments, most) or spans < 2:
         pieces, spans = 1, most
     room = (info.smem_optin + RESERVED_SMEM) // blocks - RESERVED_SMEM

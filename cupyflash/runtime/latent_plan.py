@@ -13,7 +13,7 @@ from .device import DeviceInfo
 from .divisors import log2
 from .dtypes import ScalarType
 from .latent_params import LATENT_PARAMS
-from .plan import Plan
+from .plan import LARGEST_WORKSPACE, Plan
 from .problem import AttentionProblem
 from .spans import ANY_ROWS, MOST_TILES, SpanMemory, SpanPointers, schedule_plan, span_memory
 from .variant import Variant
@@ -35,7 +35,6 @@ _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
 # Stages, the queries that registers do not hold, and LatentTiles::Rest.
 _SMEM_BYTES = _STAGES * _KEYS * _ROW_BYTES + _ROWS * (128 + 32) + 1024
 _LARGEST_SCAN = 1 << 15  # requests that every block adds up, in the memory of a stage
-_LARGEST_WORKSPACE = 1 << 28
 _FEWEST_SHIFT = 1  # log2 of the tiles that are worth a span of their own
 _MOST_SPANS = 160  # that LatentEnd merges
 
@@ -136,14 +135,15 @@ def _side(problem: AttentionProblem) -> int:
 
 @lru_cache(maxsize=1024)
 def make_latent_plan(
-    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int | None = None
 ) -> LatentPlan:
     """The launches of a problem that is not refused; fewer spans fit a small workspace."""
     side = _side(problem)
     pieces = 1 if problem.batch_invariant else problem.num_splits
     most = max(1, min(info.num_sms, _MOST_SPANS) // side)
     slot_bytes = 2 * side * _ROWS * (problem.head_dim_v + 2) * 4
-    spans = min(most, workspace_limit // (slot_bytes + 4 * side))
+    limit = LARGEST_WORKSPACE if workspace_limit is None else workspace_limit
+    spans = min(most, limit // (slot_bytes + 4 * side))
     if spans < 2:
         pieces, spans = 1, most
     rows = 2 * spans * side * _ROWS if pieces != 1 else 0

@@ -64,8 +64,7 @@ def _latent_plan(call: Call, device: Device, limit: int | None) -> LatentPlan | 
     key = ("latent", info, limit)
     found: LatentPlan | None = call.layout.kept.get(key)
     if found is None and not latent_refusal(problem, info):
-        limits = {} if limit is None else {"workspace_limit": limit}
-        found = call.layout.keep(key, lambda: make_latent_plan(problem, info, **limits))
+        found = call.layout.keep(key, lambda: make_latent_plan(problem, info, limit))
     return found
 
 
@@ -80,9 +79,8 @@ def _has_boxes(layout: Layout) -> bool:
 
 def _plan(layout: Layout, info: DeviceInfo, limit: int | None) -> MlaPlan:
     key = ("mla", info, limit)
-    limits = {} if limit is None else {"workspace_limit": limit}
     found: MlaPlan | None = layout.kept.get(key)
-    return found or layout.keep(key, lambda: make_mla_plan(layout.problem, info, **limits))
+    return found or layout.keep(key, lambda: make_mla_plan(layout.problem, info, limit))
 
 
 def _pack(call: Call, device: Device, side: int = 0) -> bytes:

@@ -13,7 +13,7 @@ from .device import DeviceInfo
 from .dtypes import BF16, E4M3, FP16, ScalarType
 from .latent_params import LATENT_PARAMS
 from .latent_plan import latent_plans, latent_refusal, latent_variant
-from .plan import Plan
+from .plan import LARGEST_WORKSPACE, Plan
 from .problem import AttentionProblem
 from .splits import MOST_SPLITS, fewest_pieces
 from .variant import Variant
@@ -30,7 +30,6 @@ _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
 _HOPPER_ARCH = "sm_90"
 _THREADS = 256
 _SMALLEST_CHUNK = 256  # keys: below it, partial results outweigh them
-_LARGEST_WORKSPACE = 1 << 28
 _WAVES = 4  # blocks a multiprocessor, at most, for the sake of splitting
 _LARGE, _MEDIUM, _SMALL = 227 << 10, 163 << 10, 99 << 10  # shared memory of a block
 _SHARED_BYTES = dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110"), _LARGE)
@@ -106,7 +105,7 @@ def mla_variants(arch: str) -> Iterator[Variant]:
 
 @lru_cache(maxsize=1024)
 def make_mla_plan(
-    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int = _LARGEST_WORKSPACE
+    problem: AttentionProblem, info: DeviceInfo, workspace_limit: int | None = None
 ) -> MlaPlan:
     """The launches of a problem on a device; splits are lowered to fit ``workspace_limit``."""
     arch = native_arch(info.capability)
@@ -115,7 +114,9 @@ def make_mla_plan(
     tile = small if most_rows <= small.rows else large
     blocks, blocks_a_request = _row_blocks(problem, tile.rows)
     items = blocks * problem.num_heads_kv
-    limit = min(workspace_limit, _LARGEST_WORKSPACE)
+    limit = LARGEST_WORKSPACE
+    if workspace_limit is not None:
+        limit = min(limit, workspace_limit)
     chunk, splits = _choose_chunk(problem, info, tile, items, limit)
     forward = Plan(
         tile.variant(problem.q_type, problem.kv_type, arch),
@@ -162,7 +163,7 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo) -> int:
     rows = problem.total_q * problem.num_heads_q * most
     if not problem.num_splits:
         rows = min(rows, _WAVES * info.num_sms * _tiles(native_arch(info.capability))[1].rows)
-    return min(rows * (problem.head_dim_v + 1) * 4, _LARGEST_WORKSPACE)
+    return min(rows * (problem.head_dim_v + 1) * 4, LARGEST_WORKSPACE)
 
 
 def _partial_bytes(problem: AttentionProblem, splits: int) -> int:

@@ -6,7 +6,10 @@ from dataclasses import dataclass, field
 
 from .variant import Variant
 
-__all__ = ["Plan"]
+__all__ = ["LARGEST_WORKSPACE", "Plan"]
+
+LARGEST_WORKSPACE = 1 << 28
+"""Bytes that a plan takes for splitting keys where the caller names no limit."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from .device import DeviceInfo
 from .divisors import log2
 from .dtypes import BF16, FP16
 from .fp8_tile import Fp8Tile, fp8_refusal
-from .plan import Plan
+from .plan import LARGEST_WORKSPACE, Plan
 from .prefill_tile import (
     PREFILL_PARAMS,
     PrefillTile,
@@ -33,7 +33,6 @@ __all__ = [
     "prefill_variants",
 ]
 
-_LARGEST_WORKSPACE = 1 << 28
 _SMALLEST_CHUNK = 512  # keys
 _WAVES = 4  # tiles a multiprocessor, at most, for the sake of splitting
 _L2_SHARE = 32 << 20  # of keys and values that tiles read at the same time
@@ -118,7 +117,7 @@ def _items(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> tuple[int,
 def make_prefill_plan(
     problem: AttentionProblem,
     info: DeviceInfo,
-    workspace_limit: int = _LARGEST_WORKSPACE,
+    workspace_limit: int | None = None,
     most_skipped: int = 0,
     workspace_at: int = 0,
 ) -> PrefillPlan:
@@ -129,9 +128,9 @@ def make_prefill_plan(
     """
     tile = prefill_tile(problem)
     pack = _pack(problem, tile)
-    workspace_limit -= workspace_at
+    limit = LARGEST_WORKSPACE if workspace_limit is None else workspace_limit
     tiles, blocks = _items(problem, tile)
-    chunk, splits = _choose_splits(problem, info, tile, tiles, workspace_limit)
+    chunk, splits = _choose_splits(problem, info, tile, tiles, limit - workspace_at)
     items = tiles * splits
     per_key = problem.kv_type.itemsize * (problem.head_dim + problem.head_dim_v)
     # Only where tiles differ in length do many of them have to be under way to be ordered.
@@ -196,7 +195,7 @@ def _largest_workspace(
         pieces = tiles * min(problem.num_splits, MOST_SPLITS)
     else:
         pieces = _WAVES * info.num_sms
-    return min(pieces * (tile.rows * (problem.head_dim_v + 1) + 1) * 4, _LARGEST_WORKSPACE)
+    return min(pieces * (tile.rows * (problem.head_dim_v + 1) + 1) * 4, LARGEST_WORKSPACE)
 
 
 def _visible(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> int:
