@@ -187,28 +187,32 @@ def test_b59_sink_counted_once(path, num_splits, kv_len, window):
     np.testing.assert_allclose(lse, math.log(seen + 1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_b61_sink_in_the_fp8_path(path, num_splits):
-    q, k, v = mean_batch([1], [4])
+@pytest.mark.parametrize(("num_splits", "kv_len"), [(1, 4), (4, 4), (4, 512)])
+def test_b61_sink_in_the_fp8_path(path, num_splits, kv_len):
+    q, k, v = mean_batch([1], [kv_len])
+    v %= 4
     small = [a.astype(ml_dtypes.float8_e4m3fn).view(np.uint8) for a in (k, v)]
     out, lse = attend(
-        path, q.astype(BF16), *small, [1], [4], 16, num_splits=num_splits, v_descale=2.0,
+        path, q.astype(BF16), *small, [1], [kv_len], 16, num_splits=num_splits, v_descale=2.0,
         s_aux=np.zeros(1, np.float32),
     )  # fmt: skip
-    np.testing.assert_array_equal(out, float(np.float32(2.4).astype(BF16)))
-    np.testing.assert_allclose(lse, math.log(5), rtol=1e-6)
+    right = np.float32(3 * kv_len / (kv_len + 1)).astype(BF16)
+    np.testing.assert_array_equal(out, float(right))
+    np.testing.assert_allclose(lse, math.log(kv_len + 1), rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_b62_sink_is_neither_scaled_nor_capped(path, num_splits):
+@pytest.mark.parametrize(("num_splits", "copies"), [(1, 1), (4, 1), (4, 256)])
+def test_b62_sink_is_neither_scaled_nor_capped(path, num_splits, copies):
     q, k, v = capped(path)
-    args = (1, path.array(starts([1])), 2, path.array(starts([2])))
+    k, v = (path.xp.repeat(a, copies, 0) for a in (k, v))
+    args = (1, path.array(starts([1])), 2 * copies, path.array(starts([2 * copies])))
     options = {"softcap": 1.0, "num_splits": num_splits, "return_softmax_lse": True}
     sink = path.array([0.5], np.float32)
     out, lse = flash_attn_varlen_func(q, k, v, *args, s_aux=sink, **options)
-    (right, _, _), right_lse = shares(math.tanh(2), 0, 0.5)
+    more = math.log(copies)
+    (right, _, _), right_lse = shares(math.tanh(2) + more, more, 0.5)
     np.testing.assert_allclose(path.host(out), right, rtol=rounding(path))
     np.testing.assert_allclose(path.host(lse), right_lse, atol=1e-6)
     out, lse = flash_attn_varlen_func(q, k, v, *args, **options)
     np.testing.assert_allclose(path.host(out), RIGHT, rtol=rounding(path))
-    np.testing.assert_allclose(path.host(lse), RIGHT_LSE, atol=1e-6)
+    np.testing.assert_allclose(path.host(lse), RIGHT_LSE + more, atol=1e-6)
