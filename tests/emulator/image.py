@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import os
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from .library import cache_folder, library, opcodes
+from .names import DEF, USE
 from .program import SHARED_BASE, Lowering
 from .ptx import Module
 from .registers import assign_slots
@@ -47,21 +51,25 @@ def words(values: Any) -> np.ndarray:
 def lower(module: Module, symbol: str, addresses: dict[str, int]) -> Image:
     low = Lowering(module, symbol, addresses)
     file_words = assign_slots(low)
-    code, args = [], []
+    code: list[int] = []
+    args: list[int] = []
     for insn in low.code:
         defs = uses = 0
-        start = len(args)
-        for i, a in enumerate(insn.args):
-            bit = 1 << min(i, 31)
-            if isinstance(a, tuple):
-                defs |= bit if a[1] & 2 else 0
-                uses |= bit if a[1] & 1 else 0
+        start, bit = len(args), 1
+        for a in insn.args:
+            if type(a) is tuple:
                 args.append(a[0].slot)
+                if a[1] & DEF:
+                    defs |= bit
+                if a[1] & USE:
+                    uses |= bit
             else:
                 args.append(a)
+            if bit < 1 << 31:
+                bit <<= 1
         pred = insn.pred.slot if insn.pred is not None else -1
         count = len(insn.args)
-        code += [insn.op, pred, int(insn.negate), insn.flags, count, start, defs, uses]
+        code += (insn.op, pred, int(insn.negate), insn.flags, count, start, defs, uses)
     consts = []
     for (width, value), reg in low.consts.items():
         kind = {0: 2, 1: 0, 2: 1}[width]
@@ -80,6 +88,18 @@ def lower(module: Module, symbol: str, addresses: dict[str, int]) -> Image:
         texts=[insn.text for insn in low.code],
         places=[low.lines[insn.line] for insn in low.code],
     )
+
+
+@contextmanager
+def no_collections() -> Iterator[None]:
+    """Lowering makes a hundred thousand objects and no cycles, so collections only cost time."""
+    were_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if were_on:
+            gc.enable()
 
 
 @functools.cache
@@ -102,7 +122,8 @@ def image_of(module: Module, symbol: str, addresses: dict[str, int], ptx: str) -
     kept = cache_folder() / f"{key}.image"
     if kept.exists():
         return pickle.loads(kept.read_bytes())
-    image = lower(module, symbol, addresses)
+    with no_collections():
+        image = lower(module, symbol, addresses)
     partial = kept.with_suffix(f".{os.getpid()}")
     partial.write_bytes(pickle.dumps(image))
     os.replace(partial, kept)

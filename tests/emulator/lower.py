@@ -9,7 +9,7 @@ from typing import Any
 
 from .library import opcodes
 from .lower_memory import pieces
-from .names import DEF, Reg, Scope
+from .names import DEF, USE, Reg, Scope
 from .program import MODIFIERS, Lowering
 from .ptx import PtxError
 
@@ -22,6 +22,8 @@ BOOLEANS = {"and": 1, "or": 2, "xor": 3}
 CVT_TYPES = ["u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64", "f16", "bf16", "f32", "f64"]
 CVT_ROUNDS = ["", "rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi"]
 CLOCKS = ("%clock", "%globaltimer")
+# Width and role of an operand that is a register.
+PLAIN = {"R": (1, DEF), "D": (2, DEF), "P": (0, DEF), "r": (1, USE), "d": (2, USE), "p": (0, USE)}
 WIDTH64 = {"u64", "s64", "b64", "f64"}
 Special = Callable[[Lowering, list[str], list[str], Scope], None]
 
@@ -66,16 +68,19 @@ def plain(low: Lowering, mnemonic: str, parts: list[str], args: list[str], scope
     found = low.table.get(name)
     if found is None:
         return False
-    flat = [x for a in args for x in pieces(a)]
-    if parts[0] == "mov" and (any(a[0] == "{" for a in args) or args[1].startswith(CLOCKS)):
+    flat = args
+    if any(a[0] == "{" for a in args):
+        if parts[0] == "mov":
+            return False
+        flat = [x for a in args for x in pieces(a)]
+    if parts[0] == "mov" and args[1].startswith(CLOCKS):
         return False
-    for op in found:
-        _, letters, allowed = op
+    for variant, (_, letters, allowed) in enumerate(found):
         if letters == "*" or "m" in letters or len(letters) != len(flat) or flags & ~allowed:
             continue
         if parts[0] == "cvt" and wider(letters, flat, scope):
             continue
-        low.emit(name, signature(low, letters, flat, scope), flags, found.index(op))
+        low.emit(name, signature(low, letters, flat, scope), flags, variant)
         return True
     return False
 
@@ -107,7 +112,9 @@ def wider(letters: str, args: list[str], scope: Scope) -> bool:
 def signature(low: Lowering, letters: str, args: list[str], scope: Scope) -> list[Any]:
     out: list[Any] = []
     for letter, text in zip(letters, args, strict=True):
-        if letter == "i":
+        if letter in PLAIN and (reg := scope.register(text)) and reg.width == PLAIN[letter][0]:
+            out.append((reg, PLAIN[letter][1]))
+        elif letter == "i":
             out.append(int(text, 0))
         elif letter == "p":
             reg, negated = low.predicate(text, scope)

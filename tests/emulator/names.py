@@ -37,7 +37,7 @@ SPECIALS = {
 _INTEGER = re.compile(r"-?(0[xX][0-9a-fA-F]+|0[bB][01]+|\d+)U?$")
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Reg:
     """A virtual register: ``width`` 0 predicate, 1 up to 32 bits, 2 64 bits."""
 
@@ -45,6 +45,8 @@ class Reg:
     name: str = ""
     fixed: bool = False  # a constant or special register: set once, when the warp starts
     slot: int = -1
+    number: int = -1  # among those that get a place, in the order of their first access
+    of_wgmma: bool = False  # an accumulator, or A
 
 
 class Scope:
@@ -73,8 +75,7 @@ class Scope:
     def register(self, name: str) -> Reg | None:
         scope: Scope | None = self
         while scope:
-            found = scope.regs.get(name)
-            if found is not None:
+            if (found := scope.regs.get(name)) is not None:
                 return found
             if scope.ranges:
                 stem = name.rstrip("0123456789")
@@ -94,7 +95,7 @@ class Names:
     def __init__(self) -> None:
         self.consts: dict[tuple[int, int], Reg] = {}
         self.specials: dict[int, Reg] = {}
-        self.junk = [Reg(i, "_") for i in range(3)]
+        self.junk = [Reg(i, "_", True) for i in range(3)]
 
     def const(self, width: int, value: int) -> Reg:
         value &= 0xFFFFFFFFFFFFFFFF if width == 2 else 0xFFFFFFFF

@@ -37,7 +37,7 @@ MODIFIERS = {
 }
 
 
-@dataclass
+@dataclass(slots=True)
 class Insn:
     op: int
     args: list[Any]  # int, or (Reg, USE | DEF)
@@ -105,10 +105,10 @@ class Lowering(Names):
         self._walk(function, Scope(root))
         self.emit("ret", [])
         self._resolve_labels()
+        for reg in self.wgmma_regs:
+            reg.of_wgmma = True
         for insn in self.code if self.wgmma_regs else ():
-            if not insn.is_wgmma and any(
-                isinstance(a, tuple) and a[0] in self.wgmma_regs for a in insn.args
-            ):
+            if not insn.is_wgmma and any(type(a) is tuple and a[0].of_wgmma for a in insn.args):
                 insn.flags |= TOUCHES
 
     # ---- structure

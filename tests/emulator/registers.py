@@ -9,8 +9,10 @@ from __future__ import annotations
 import heapq
 from typing import Any
 
+import numpy as np
+
 from .names import DEF, USE, Reg
-from .program import Insn, Lowering
+from .program import Lowering
 
 __all__ = ["assign_slots"]
 
@@ -40,49 +42,44 @@ class _Flow:
             self.successors.append(next_blocks)
 
 
-def _accesses(insn: Insn, waits: set[int], at_wait: list[Reg]) -> tuple[list[Reg], list[Reg]]:
-    reads, writes = [], []
-    for a in insn.args:
-        if isinstance(a, tuple):
-            reg, role = a
-            if role & USE or (role & DEF and insn.pred is not None):
-                reads.append(reg)
-            if role & DEF:
-                writes.append(reg)
-    if insn.pred is not None:
-        reads.append(insn.pred)
-    if insn.op in waits:  # registers of a wgmma stay its own until it is waited for
-        reads += at_wait
-    return reads, writes
-
-
 def assign_slots(low: Lowering) -> int:
     """Gives every register a place; returns the words of a warp's file."""
     table = low.table
-    waits = {table["wgmma.wait_group.sync.aligned"][0][0]}
-    at_wait = list(low.wgmma_regs)
-    number: dict[int, int] = {}
+    wait = table["wgmma.wait_group.sync.aligned"][0][0]
     regs: list[Reg] = []
+
+    def number(reg: Reg) -> int:
+        reg.number = len(regs)
+        regs.append(reg)
+        return reg.number
+
     accesses = []
-    fixed = {id(r) for r in (*low.consts.values(), *low.specials.values(), *low.junk)}
-
-    def bit(reg: Reg) -> int:
-        if id(reg) not in number:
-            number[id(reg)] = len(regs)
-            regs.append(reg)
-        return number[id(reg)]
-
     for insn in low.code:
-        reads, writes = _accesses(insn, waits, at_wait)
-        accesses.append(
-            (
-                [bit(r) for r in reads if id(r) not in fixed],
-                [bit(r) for r in writes if id(r) not in fixed],
-            )
-        )
-    flow = _Flow(low, table)
-    first, last = _intervals(flow, accesses, len(regs))
+        reads: list[int] = []
+        results: list[Reg] = []
+        guarded = insn.pred is not None
+        for a in insn.args:
+            if type(a) is not tuple or (reg := a[0]).fixed:
+                continue
+            if a[1] & USE or guarded:
+                reads.append(reg.number if reg.number >= 0 else number(reg))
+            if a[1] & DEF:
+                results.append(reg)
+        if (guard := insn.pred) is not None and not guard.fixed:
+            reads.append(guard.number if guard.number >= 0 else number(guard))
+        if insn.op == wait:  # registers of a wgmma stay its own until it is waited for
+            reads += [r.number if r.number >= 0 else number(r) for r in low.wgmma_regs]
+        writes = [r.number if r.number >= 0 else number(r) for r in results]
+        accesses.append((reads, writes))
+    first, last = _intervals(_Flow(low, table), accesses, len(regs))
     return _place(low, regs, first, last)
+
+
+def _numbers(bits: int) -> list[int]:
+    """Which bits are set."""
+    raw = np.frombuffer(bits.to_bytes(bits.bit_length() // 8 + 1, "little"), np.uint8)
+    found: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
+    return found
 
 
 def _intervals(flow: _Flow, accesses: list[Any], count: int) -> tuple[list[int], list[int]]:
@@ -94,13 +91,20 @@ def _intervals(flow: _Flow, accesses: list[Any], count: int) -> tuple[list[int],
         written: set[int] = set()
         for i in range(flow.starts[b], flow.ends[b]):
             reads, writes = accesses[i]
-            used.update(r for r in reads if r not in written)
-            written.update(writes)
-            for r in (*reads, *writes):  # i only grows
-                if last[r] < 0:
-                    first[r] = i
+            for r in reads:
                 last[r] = i
+                if r not in written:
+                    used.add(r)
+            for r in writes:
+                last[r] = i
+                written.add(r)
         gen[b], kill[b] = sum(1 << r for r in used), sum(1 << r for r in written)
+    for i in range(len(accesses) - 1, -1, -1):
+        reads, writes = accesses[i]
+        for r in reads:
+            first[r] = i
+        for r in writes:
+            first[r] = i
     live_in = list(gen)
     live_out = [0] * len(blocks)
     changed = True
@@ -115,14 +119,16 @@ def _intervals(flow: _Flow, accesses: list[Any], count: int) -> tuple[list[int],
             if new != live_in[b]:
                 live_in[b] = new
                 changed = True
-    for b in blocks:
-        for bits, at in ((live_in[b], flow.starts[b]), (live_out[b], flow.ends[b])):
-            while bits:
-                low_bit = bits & -bits
-                r = low_bit.bit_length() - 1
-                bits ^= low_bit
-                first[r] = min(first[r], at)
-                last[r] = max(last[r], at)
+    seen = 0
+    for b in blocks:  # what is live at the start of a block, in the first such block
+        for r in _numbers(live_in[b] & ~seen):
+            first[r] = min(first[r], flow.starts[b])
+        seen |= live_in[b]
+    seen = 0
+    for b in reversed(blocks):  # and at its end, in the last
+        for r in _numbers(live_out[b] & ~seen):
+            last[r] = max(last[r], flow.ends[b])
+        seen |= live_out[b]
     return first, last
 
 
