@@ -157,13 +157,16 @@ constexpr uint32_t kPairMods = kRelu | kRz | kSatfinite;
      if (in.flags) return pair_general(w, in, m, FORMAT, 16, 0x7fff);                              \
      return pair<PUT, 16>(w, in, m);                                                               \
    }, kPairMods, 0}
-#define PAIR8(NAME, FORMAT) \
-  {NAME, "Rrr", EMU_FN { return pair_general(w, in, m, FORMAT, 8, 0x7f); }, kRelu | kSatfinite, 0}
+#define PAIR8(NAME, PUT, FORMAT)                                   \
+  {NAME, "Rrr", EMU_FN {                                          \
+     if (in.flags == kSatfinite) return pair<PUT, 8>(w, in, m);   \
+     return pair_general(w, in, m, FORMAT, 8, 0x7f);              \
+   }, kRelu | kSatfinite, 0}
 
 static const OpDef kOps[] = {
     {"cvt", "XYiiiiii", cvt, kFtz | kSat | kRelu | kSatfinite, 0},
     PAIR16("cvt.bf16x2.f32", float_to_bf16, kBf16), PAIR16("cvt.f16x2.f32", float_to_half, kHalf),
-    PAIR8("cvt.e4m3x2.f32", kE4m3), PAIR8("cvt.e5m2x2.f32", kE5m2),
+    PAIR8("cvt.e4m3x2.f32", float_to_e4m3, kE4m3), PAIR8("cvt.e5m2x2.f32", float_to_e5m2, kE5m2),
     {"cvt.e4m3x2.f16x2", "Rr", EMU_FN { return fp8_from_half(w, in, m, kE4m3, half_to_float); }, kRelu | kSatfinite, 0},
     {"cvt.e5m2x2.f16x2", "Rr", EMU_FN { return fp8_from_half(w, in, m, kE5m2, half_to_float); }, kRelu | kSatfinite, 0},
     {"cvt.f16x2.e4m3x2", "Rr", half_from_fp8<e4m3_to_float>, kRelu, 0},

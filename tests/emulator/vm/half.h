@@ -72,6 +72,15 @@ inline uint32_t narrow(double v, const Format& f, Rounding mode = kNearest, bool
   return sign | bits;
 }
 
+// To bf16, to nearest, from the exact double.
+inline uint32_t double_to_bf16(double v) {
+  uint64_t b;
+  memcpy(&b, &v, sizeof b);
+  const uint64_t a = b & ~(1ull << 63);
+  if (a < 0x3810ull << 48 || a >= 0x47f0ull << 48) return narrow(v, kBf16);  // below 2^-126, from 2^128 on
+  return uint32_t(b >> 48 & 0x8000) | uint32_t(((a + ((1ull << 44) - 1) + (a >> 45 & 1)) >> 45) - (896 << 7));
+}
+
 inline uint32_t float_to_bf16(float v) {
   const uint32_t b = as_bits(v);
   return (b & 0x7fffffff) > 0x7f800000 ? 0x7fff : (b + 0x7fff + (b >> 16 & 1)) >> 16;
@@ -87,5 +96,21 @@ inline uint32_t float_to_half(float v) {
   const uint32_t r = a - 0x38000000 + 0xfff + (a >> 13 & 1);
   return sign | std::min(r >> 13, 0x7c00u);
 }
+
+// To 8 bits, to nearest, what is too large to the largest. A small number is one of units of its least bit: they
+// are the lowest bits of a float to which 2^23 of them are added.
+template <int EBITS, int MBITS, uint32_t MAX>
+inline uint32_t float_to_8bit(float v) {
+  constexpr int kShift = 23 - MBITS;
+  constexpr uint32_t kBias = 127 - ((1 << (EBITS - 1)) - 1), kLeast = (kBias + 1) << 23;
+  const uint32_t b = as_bits(v), a = b & 0x7fffffff;
+  const uint32_t normal = ((a + ((1u << (kShift - 1)) - 1) + (a >> kShift & 1)) >> kShift) - (kBias << MBITS);
+  const uint32_t magic = (kBias + 1 + uint32_t(kShift)) << 23;
+  const uint32_t small = as_bits(as_float(a) + as_float(magic)) - magic;
+  const uint32_t found = a < kLeast ? small : normal > MAX ? MAX : normal;
+  return a > 0x7f800000 ? 0x7f : (b >> 24 & 0x80) | found;
+}
+inline uint32_t float_to_e4m3(float v) { return float_to_8bit<4, 3, 0x7e>(v); }
+inline uint32_t float_to_e5m2(float v) { return float_to_8bit<5, 2, 0x7b>(v); }
 
 }  // namespace emu

@@ -10,7 +10,7 @@ struct F16 {
 };
 struct BF {
   static double get(u32 v) { return bf16_to_float(v & 0xffff); }
-  static u32 put(double v) { return narrow(v, kBf16); }
+  static u32 put(double v) { return double_to_bf16(v); }
 };
 
 inline double flush_half(double v, bool on) { return on && std::fabs(v) < 6.103515625e-05 ? std::copysign(0.0, v) : v; }

@@ -1,5 +1,5 @@
 // Races: what the checker says of an access, and what it remembers of it.
-#include "vm.h"
+#include "races.h"
 
 namespace emu {
 
@@ -15,7 +15,7 @@ Record record(Warp& w, int lane, int how) {
   return r;
 }
 
-[[noreturn]] static void race(Warp& w, const char* what, uint64_t addr, bool shared, int lane, const Record& other) {
+void race(Warp&, const char* what, uint64_t addr, bool shared, int lane, const Record& other) {
   char who[64], mine[32];
   const long long cta = other.cta;
   if (other.warp >= kMbarrierWriter) {
@@ -30,38 +30,7 @@ Record record(Warp& w, int lane, int how) {
        (unsigned long long)addr, mine, who, other.pc);
 }
 
-// Where a CTA stands after another in the round of the cluster's ranks; 0 is itself.
-static inline int after(const Cta& from, const Cta& cta) {
-  return &from == &cta ? 0 : (cta.rank - from.rank + cta.cluster->size()) % cta.cluster->size();
-}
-static inline const Cta& cta_after(const Cta& cta, int n) {
-  return n ? *cta.cluster->ctas[(cta.rank + n) % cta.cluster->size()] : cta;
-}
-static inline int reader(const Cta& cta, const Warp& w) { return after(cta, *w.cta) * cta.shadow.warps + w.id; }
-
-static inline Record of_cell(const Cta& cta, const SharedCell& c) {
-  Record r;
-  r.clock = c.clock; r.pc = c.pc; r.cta = int32_t(cta_after(cta, c.from).index); r.warp = c.warp; r.lane = c.lane;
-  r.strong = c.strong; r.generic = c.generic;
-  return r;
-}
-
-static Record of_mark(const Cta& cta, const ReadMark& m, int reader) {
-  Record r;
-  r.clock = m.clock; r.pc = m.pc; r.cta = int32_t(cta_after(cta, reader / cta.shadow.warps).index);
-  r.warp = uint8_t(reader % cta.shadow.warps); r.lane = m.lane; r.strong = m.strong;
-  r.converged = m.converged;
-  r.read = true;
-  return r;
-}
-
-static inline bool clean_read(Warp& w, const Cta& cta, const SharedCell& c, int lane, int how) {
-  if (!c.clock || (c.strong && (how & kStrong))) return true;
-  if (c.warp == w.id && c.from == after(cta, *w.cta) && (c.lane == lane || (c.lane == kManyLanes && lane < 32)) && !(how & kAsync)) return true;
-  return ordered(w, lane, of_cell(cta, c), how & kAsync);
-}
-
-static void bad_read(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how) {
+void bad_read(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how) {
   const bool order_is_right = (how & kAsync) && ordered(w, lane, of_cell(cta, c), false);
   race(w, order_is_right ? "the async proxy reads a generic write without fence.proxy.async in between"
                          : "read not ordered after a write", addr, true, lane, of_cell(cta, c));
@@ -104,19 +73,15 @@ static void writer_checks(Warp& w, const Cta& cta, const SharedCell& c, uint32_t
   if (!ordered(w, lane, o, false)) race(w, "write not ordered after a write", addr, true, lane, o);
 }
 
-static inline void reader_checks(Warp& w, const Cta& cta, const ReadMark& m, int reader, bool mine, uint32_t addr, int lane, int how) {
-  if (!m.clock || (m.strong && (how & kStrong)) || (mine && m.lane == uint32_t(lane))) return;
-  if (!ordered(w, lane, of_mark(cta, m, reader), false))
-    race(w, "write not ordered after a read", addr, true, lane, of_mark(cta, m, reader));
-}
-
 // After them the reads of the cell are forgotten.
 static void write_checks(Warp& w, const Cta& cta, SharedShadow& s, int i, uint32_t addr, int lane, int how) {
   writer_checks(w, cta, s.cells[i], addr, lane, how);
   const int self = reader(cta, w);
-  s.each_reader(s.cells[i].readers, [&](int q, ReadMark* marks) {
-    reader_checks(w, cta, marks[i], q, q == self, addr, lane, how);
-    marks[i] = ReadMark();
+  s.each_reader(s.cells[i].readers, [&](int q, ReadMarks& marks) {
+    ReadMark* const m = marks.find(i);
+    if (!m) return;
+    reader_checks(w, cta, *m, q, q == self, addr, lane, how);
+    *m = ReadMark();
   });
   s.cells[i].readers = 0;
 }
@@ -133,17 +98,17 @@ static void write_checks_of_range(Warp& w, const Cta& cta, SharedShadow& s, int 
     judged = &c;
   }
   const int self = reader(cta, w);
-  s.each_reader(readers, [&](int q, ReadMark* marks) {
-    marks += first;
+  s.each_reader(readers, [&](int q, ReadMarks& marks) {
     uint64_t last = 0;
-    for (int i = 0; i < count; i++) {
+    for (int i = first; i < first + count; i++) {
+      ReadMark* const m = marks.find(i);
+      if (!m) continue;
       uint64_t mark;
-      memcpy(&mark, &marks[i], sizeof mark);
-      if (mark == last) continue;
-      reader_checks(w, cta, marks[i], q, q == self, addr, lane, how);
+      memcpy(&mark, m, sizeof mark);
+      if (mark != last) reader_checks(w, cta, *m, q, q == self, addr, lane, how);
       last = mark;
+      *m = ReadMark();
     }
-    std::fill_n(marks, count, ReadMark());
   });
 }
 
@@ -155,6 +120,7 @@ static void set_writer(const Cta& cta, SharedCell& c, const Record& r, const Cta
 void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
+  write_operands(w, cta, addr, bytes, lane, how);
   s.visit(addr, bytes, [&](int i) {
     write_checks(w, cta, s, i, addr, lane, how);
     SharedCell& c = s.cells[i];
@@ -167,6 +133,7 @@ void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int la
 void pend_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
+  write_operands(w, cta, addr, bytes, lane, how);
   const Record r = record(w, lane, how);
   const bool whole = bytes >= 64 && s.whole(addr, bytes);
   if (whole) write_checks_of_range(w, cta, s, int(addr / 16), int(bytes / 16), addr, lane, how);
@@ -181,6 +148,7 @@ void pend_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lan
 void land_shared_write(Cta& cta, uint32_t addr, uint32_t bytes, const Record& r) {
   if (!cta.vm->check) return;
   SharedShadow& s = cta.shadow;
+  s.note_writes(addr, bytes);
   s.visit(addr, bytes, [&](int i) {
     SharedCell& c = s.cells[i];
     if (c.pending_writes) c.pending_writes--;
@@ -218,14 +186,14 @@ void land_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int
   mark.converged = w.converged;
   const int self = reader(cta, w);
   const uint32_t bit = 1u << self % 32;
-  ReadMark* const marks = s.own_marks(self);  // the visits at issue have split what is to be split
+  ReadMarks& marks = s.reads[self];
   for (size_t k = 0; k < count; k++)
     s.visit(ranges[k].addr, ranges[k].bytes, [&](int i) {
       SharedCell& c = s.cells[i];
       c.pending_reads--;
       if (lane < 32) return mark_read(w, cta, i, lane, kAsync);
       c.readers |= bit;
-      marks[i] = mark;
+      marks.at(i) = mark;
     });
 }
 
@@ -323,7 +291,7 @@ void check_remote_accesses_done(Cta& cta) {
     const SharedCell& c = s.cells[i];
     if (c.clock && c.from && c.warp < kMbarrierWriter) judge(of_cell(cta, c), "a write");
     for (size_t q = s.warps; q < s.reads.size(); q++)
-      if (const ReadMark* const marks = s.marks(int(q)); marks && marks[i].clock) judge(of_mark(cta, marks[i], int(q)), "a read");
+      if (const ReadMark* const m = s.reads[q].find(int(i)); m && m->clock) judge(of_mark(cta, *m, int(q)), "a read");
   }
 }
 

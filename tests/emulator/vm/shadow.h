@@ -54,44 +54,55 @@ struct ReadMark {  // a warp's last read of a cell
   ReadMark() : pc(0), lane(0), strong(0), converged(0) {}
 };
 
+struct Operand;
+constexpr int kBlockShift = 10;
+
+// A warp's marks by cell, in pieces that begin with its first read there.
+struct ReadMarks {
+  static constexpr int kPiece = 512;
+  std::vector<std::unique_ptr<ReadMark[]>> pieces;
+
+  ReadMark* find(int cell) const {
+    const size_t piece = size_t(cell) / kPiece;
+    return piece < pieces.size() && pieces[piece] ? &pieces[piece][cell % kPiece] : nullptr;
+  }
+  ReadMark& at(int cell) {
+    const size_t piece = size_t(cell) / kPiece;
+    if (piece >= pieces.size()) pieces.resize(piece + 1);
+    if (!pieces[piece]) pieces[piece] = std::make_unique<ReadMark[]>(kPiece);
+    return pieces[piece][cell % kPiece];
+  }
+};
+
 struct SharedShadow {
+  struct Block {  // 1024 bytes
+    uint32_t writes = 0;   // issued or landed
+    uint32_t tracked = 0;  // operands that reads are known of
+    std::vector<Operand*> operands;
+  };
+  std::vector<Block> blocks;
   int warps = 0;  // of a CTA
   std::vector<SharedCell> cells;  // 16-byte cells, then groups of four smaller ones
-  std::vector<int> parents;       // of those groups
-  // [reader][cell]: a warp's reads of neighbours share cache lines. Readers are the CTA's own warps, then those of
-  // the next CTAs of the cluster; empty for one that has read nothing. Groups that are new are added by `marks`.
-  std::vector<std::vector<ReadMark>> reads;
+  // Of each reader. Readers are the CTA's own warps, then those of the next CTAs of the cluster.
+  std::vector<ReadMarks> reads;
 
   void init(uint32_t bytes, int num_warps, int cluster) {
     warps = num_warps;
     cells.resize(bytes / 16 + 1);
+    blocks.resize((bytes >> kBlockShift) + 1);
     reads.resize(size_t(warps) * cluster);
-  }
-
-  // The marks of all cells, or null for a reader that has read nothing.
-  ReadMark* marks(int reader) {
-    auto& r = reads[reader];
-    if (r.size() < cells.size() && !r.empty()) inherit(r);
-    return r.data();
-  }
-
-  ReadMark* own_marks(int reader) {
-    auto& r = reads[reader];
-    if (r.empty()) r.resize(cells.size());
-    return marks(reader);
   }
 
   ReadMark& mark(int cell, int reader) {
     cells[cell].readers |= 1u << reader % 32;
-    return own_marks(reader)[cell];
+    return reads[reader].at(cell);
   }
 
   // f(reader, its marks) for those that may have read one of the cells of a mask.
   template <class F>
   void each_reader(uint32_t mask, F f) {
     for (; mask; mask &= mask - 1)
-      for (int q = __builtin_ctz(mask); q < int(reads.size()); q += 32)
-        if (ReadMark* const m = marks(q)) f(q, m);
+      for (int q = __builtin_ctz(mask); q < int(reads.size()); q += 32) f(q, reads[q]);
   }
 
   int split(int cell) {
@@ -99,8 +110,11 @@ struct SharedShadow {
       const int first = int(cells.size());
       const SharedCell copy = cells[cell];
       cells.resize(first + 4, copy);
-      parents.push_back(cell);
       cells[cell].child = first;
+      each_reader(copy.readers, [&](int, ReadMarks& marks) {
+        if (const ReadMark* const m = marks.find(cell))
+          for (int i = 0; i < 4; i++) marks.at(first + i) = *m;
+      });
     }
     return cells[cell].child;
   }
@@ -119,6 +133,10 @@ struct SharedShadow {
     for (uint32_t a = addr & ~15u; a < end; a += 16) walk(int(a / 16), a, 16, addr, end, f);
   }
 
+  void note_writes(uint32_t addr, uint32_t bytes) {
+    for (uint32_t b = addr >> kBlockShift; b <= (addr + bytes - 1) >> kBlockShift; b++) blocks[b].writes++;
+  }
+
   // Whether a range is made of cells that were never split.
   bool whole(uint32_t addr, uint32_t bytes) const {
     if ((addr | bytes) & 15) return false;
@@ -128,12 +146,6 @@ struct SharedShadow {
   }
 
  private:
-  void inherit(std::vector<ReadMark>& r) {
-    const size_t from = r.size(), base = cells.size() - 4 * parents.size();
-    r.resize(cells.size());
-    for (size_t i = from; i < r.size(); i += 4) std::fill_n(&r[i], 4, r[parents[(i - base) / 4]]);
-  }
-
   template <class F>
   void walk(int cell, uint32_t at, uint32_t size, uint32_t begin, uint32_t end, F f) {
     if (begin <= at && end >= at + size && cells[cell].child < 0) return f(cell);

@@ -119,7 +119,8 @@ struct Cta {
     int count = 0, all = 1, any = 0;
   } votes[kBarriers], result[kBarriers];  // of bar.red: being counted, of the last completion
   std::deque<Request> queue;  // of copies into this CTA's memory
-  std::unordered_map<uint64_t, std::vector<Range>> operands;  // of wgmma, by descriptor
+  std::unordered_map<uint64_t, Operand> operands;  // of wgmma, by descriptor
+  std::pair<uint64_t, Operand*> found_operands[256] = {};  // some of them, by a hash
   SharedShadow shadow;
   Order at_exit;  // what its exited warps knew
   std::unordered_map<uint64_t, Order> sync;  // releases seen inside the CTA, by address
@@ -251,6 +252,9 @@ void pend_shared_write(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int
 void land_shared_write(Cta&, uint32_t addr, uint32_t bytes, const Record&);             // ... and done
 void pend_shared_reads(Warp&, Cta&, const Range*, size_t count, int lane);              // async reads issued
 void land_shared_reads(Warp&, Cta&, const Range*, size_t count, int lane);
+void place_operand(Cta&, Operand&);  // a new one
+void pend_operand(Warp&, Operand&);  // a read by wgmma issued
+void land_operand(Warp&, Operand&);  // ... and done
 void land_global_write(Warp&, uint64_t addr, uint32_t bytes, int lane, bool strong);
 void check_remote_accesses_done(Cta&);
 Record record(Warp&, int lane, int how);

@@ -38,12 +38,17 @@ struct Descriptor {
   }
 };
 
-// The memory that this warp reads of an operand of `rows` rows (columns of B) from `first`; remembered by the CTA.
-static const std::vector<Range>& ranges_of(Warp& w, uint64_t desc, bool mn, int first, int rows) {
+// What this warp reads of `rows` rows (columns of B) from `first`; remembered by the CTA.
+static Operand& operand(Warp& w, uint64_t desc, bool mn, int first, int rows) {
   // Bits that a descriptor leaves free tell operands apart.
   const uint64_t key = desc | uint64_t(mn) << 14 | uint64_t(rows / 8) << 52 | uint64_t(first / 16) << 58;
-  auto& out = w.cta->operands[key];
-  if (!out.empty()) return out;
+  auto& [recent, there] = w.cta->found_operands[key * 0x9E3779B97F4A7C15ull >> 56];
+  if (there && recent == key) return *there;
+  Operand& found = w.cta->operands[key];
+  recent = key;
+  there = &found;
+  auto& out = found.ranges;
+  if (!out.empty()) return found;
   const Descriptor d(desc);
   std::vector<uint32_t> chunks;
   if (mn) {
@@ -60,7 +65,8 @@ static const std::vector<Range>& ranges_of(Warp& w, uint64_t desc, bool mn, int 
     if (!out.empty() && addr == out.back().addr + out.back().bytes) out.back().bytes += 16;
     else out.push_back({addr, 16});
   }
-  return out;
+  place_operand(*w.cta, found);
+  return found;
 }
 constexpr int kMaxN = 256 + 8;  // a stride that does not fall on the same cache sets
 
@@ -339,10 +345,10 @@ static Step issue(Warp& w, const Insn& in, uint32_t) {
     if (i == 0) in_chain = state & kWritten;
     else if (in_chain != ((state & kWritten) != 0)) fail("WGMMA: accumulators in flight overlap in part");
   }
-  if (!arg[RS]) op.reads[0] = &ranges_of(w, op.desc_a, arg[TRANS_A], (w.id & 3) * 16, 16);
-  op.reads[1] = &ranges_of(w, op.desc_b, arg[TRANS_B], 0, arg[N_]);
-  for (const auto* r : op.reads)
-    if (r) pend_shared_reads(w, *w.cta, r->data(), r->size(), kAnyLane);
+  if (!arg[RS]) op.reads[0] = &operand(w, op.desc_a, arg[TRANS_A], (w.id & 3) * 16, 16);
+  op.reads[1] = &operand(w, op.desc_b, arg[TRANS_B], 0, arg[N_]);
+  for (Operand* const r : op.reads)
+    if (r) pend_operand(w, *r);
   if (!in_chain) set_aside(w, op);
   for (int i = 0; i < count; i++) w.in_flight[arg[first + i] / 32] |= kWritten;
   if (arg[RS])
@@ -381,8 +387,8 @@ void retire_wgmmas(Warp& w, size_t allowed) {
     compute_any(w, &done[i], end - i);
     for (size_t k = i; k < end; k++) {
       w.pc = done[k]->pc;
-      for (const auto* r : done[k]->reads)
-        if (r) land_shared_reads(w, *w.cta, r->data(), r->size(), kAnyLane);
+      for (Operand* const r : done[k]->reads)
+        if (r) land_operand(w, *r);
       const Insn& in = *done[k]->insn;
       for (int j = in.arg[RS] ? DESC_A : DESC_A + 1; j < in.nargs; j++) w.in_flight[in.arg[j] / 32] = 0;
     }

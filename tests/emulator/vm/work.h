@@ -8,6 +8,7 @@
 
 #include "clock.h"
 #include "instruction.h"
+#include "shadow.h"
 
 namespace emu {
 
@@ -15,6 +16,32 @@ struct Cta;
 
 struct Range {  // of shared memory
   uint32_t addr, bytes;
+};
+
+// Of a wgmma: what a warp reads through one descriptor, and what the checker knows of it.
+struct Operand {
+  static constexpr size_t kMostRanges = 256;
+  struct Writer {
+    SharedCell cell;
+    uint32_t addr;
+  };
+  struct Read {  // the last by a warp, and which ranges have been written since
+    ReadMark mark;
+    uint64_t gone[kMostRanges / 64] = {};
+    size_t count = 0;
+    bool is_gone(size_t k) const { return gone[k / 64] >> k % 64 & 1; }
+    void set_gone(size_t k) {
+      count += !is_gone(k);
+      gone[k / 64] |= 1ull << k % 64;
+    }
+  };
+  std::vector<Range> ranges;
+  std::vector<uint32_t> blocks;  // that hold them
+  std::vector<Writer> writers;   // of its cells, when the writes to its blocks were `state` in all
+  uint64_t state = ~0ull, uninitialised = 0;
+  uint32_t pending = 0, readers = 0;  // reads in flight; bit of each warp in `reads` that has a mark
+  std::vector<Read> reads;
+  Record issued_by;
 };
 
 struct CopyOp {  // one cp.async of one lane
@@ -42,7 +69,7 @@ struct WgmmaOp {
   int32_t pc;
   bool scale;
   uint64_t desc_a, desc_b;
-  const std::vector<Range>* reads[2];  // of A, if it is in shared memory, and B
+  Operand* reads[2];  // of A, if it is in shared memory, and B
   std::array<uint32_t, 128> a;  // registers at issue
   std::vector<uint32_t> acc;    // the accumulator's value, if it is the first of a chain
   bool first;

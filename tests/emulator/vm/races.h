@@ -1,0 +1,50 @@
+// What races.cpp and operands.cpp share: who has accessed a cell, and whether a lane is ordered after that.
+#pragma once
+#include "vm.h"
+
+namespace emu {
+
+[[noreturn]] void race(Warp& w, const char* what, uint64_t addr, bool shared, int lane, const Record& other);
+void bad_read(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how);
+
+// Where a CTA stands after another in the round of the cluster's ranks; 0 is itself.
+inline int after(const Cta& from, const Cta& cta) {
+  return &from == &cta ? 0 : (cta.rank - from.rank + cta.cluster->size()) % cta.cluster->size();
+}
+inline const Cta& cta_after(const Cta& cta, int n) {
+  return n ? *cta.cluster->ctas[(cta.rank + n) % cta.cluster->size()] : cta;
+}
+inline int reader(const Cta& cta, const Warp& w) { return after(cta, *w.cta) * cta.shadow.warps + w.id; }
+
+inline Record of_cell(const Cta& cta, const SharedCell& c) {
+  Record r;
+  r.clock = c.clock; r.pc = c.pc; r.cta = int32_t(cta_after(cta, c.from).index); r.warp = c.warp; r.lane = c.lane;
+  r.strong = c.strong; r.generic = c.generic;
+  return r;
+}
+
+inline Record of_mark(const Cta& cta, const ReadMark& m, int reader) {
+  Record r;
+  r.clock = m.clock; r.pc = m.pc; r.cta = int32_t(cta_after(cta, reader / cta.shadow.warps).index);
+  r.warp = uint8_t(reader % cta.shadow.warps); r.lane = m.lane; r.strong = m.strong;
+  r.converged = m.converged;
+  r.read = true;
+  return r;
+}
+
+inline bool clean_read(Warp& w, const Cta& cta, const SharedCell& c, int lane, int how) {
+  if (!c.clock || (c.strong && (how & kStrong))) return true;
+  if (c.warp == w.id && c.from == after(cta, *w.cta) && (c.lane == lane || (c.lane == kManyLanes && lane < 32)) && !(how & kAsync)) return true;
+  return ordered(w, lane, of_cell(cta, c), how & kAsync);
+}
+
+inline void reader_checks(Warp& w, const Cta& cta, const ReadMark& m, int reader, bool mine, uint32_t addr, int lane, int how) {
+  if (!m.clock || (m.strong && (how & kStrong)) || (mine && m.lane == uint32_t(lane))) return;
+  if (!ordered(w, lane, of_mark(cta, m, reader), false))
+    race(w, "write not ordered after a read", addr, true, lane, of_mark(cta, m, reader));
+}
+
+// ---- operands.cpp
+void write_operands(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);
+
+}  // namespace emu
