@@ -76,22 +76,31 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     wgmma_commit();
   }
 
-  // ---- steps
-
-  // The scores of key tile n with the output of the one before. kExact: with mask and maximum.
-  template <bool kExact>
-  __device__ __forceinline__ void step(const PrefillTile &t, int n, int keep) {
+  // The scores of the next key tile, and with kOutput the output of the one before, which stays in
+  // flight.
+  template <bool kOutput>
+  __device__ __forceinline__ void multiply(int keep) {
     const Operands from = operands();
     wait_keys();
     begin_turn();
     wgmma_fence();
     issue_scores(from);
-    wait_values();
-    wgmma_fence();
-    issue_output(from, keep);
+    if constexpr (kOutput) {
+      wait_values();
+      wgmma_fence();
+      issue_output(from, keep);
+    }
     end_turn();
-    wgmma_wait<1>();
+    wgmma_wait<kOutput ? 1 : 0>();
     have_scores();
+  }
+
+  // ---- steps
+
+  // The scores of key tile n with the output of the one before. kExact: with mask and maximum.
+  template <bool kExact>
+  __device__ __forceinline__ void step(const PrefillTile &t, int n, int keep) {
+    multiply<true>(keep);
     if constexpr (kExact) {
       this->modify(t, n);
       this->mask(t, n);
@@ -147,44 +156,19 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     return keep;
   }
 
-  // The first scores of a tile, by themselves.
-  __device__ __forceinline__ bool begin_tile(const PrefillTile &t) {
+  // The first scores of a tile; kJoin: with the last output of the tile before.
+  template <bool kJoin>
+  __device__ __forceinline__ bool begin_tile(const PrefillTile &t, int keep) {
     const int end = seen_end(t);
     pass_keys(t.n_end - end);
-    const Operands from = operands();
-    wait_keys();
-    begin_turn();
-    wgmma_fence();
-    issue_scores(from);
-    end_turn();
-    wgmma_wait<0>();
-    have_scores();
+    multiply<kJoin>(keep);
     const bool wild = this->fold_first(t, end - 1);
+    if constexpr (kJoin) {
+      wgmma_wait<0>();
+      have_output();
+    }
     this->pack_weights();
     pass_values(t.n_end - end);
-    return wild;
-  }
-
-  // The same with the last output of the tile before.
-  __device__ __forceinline__ bool join_tiles(const PrefillTile &next, int keep) {
-    const int end = seen_end(next);
-    pass_keys(next.n_end - end);
-    const Operands from = operands();
-    wait_keys();
-    begin_turn();
-    wgmma_fence();
-    issue_scores(from);
-    wait_values();
-    wgmma_fence();
-    issue_output(from, keep);
-    end_turn();
-    wgmma_wait<1>();
-    have_scores();
-    const bool wild = this->fold_first(next, end - 1);
-    wgmma_wait<0>();
-    have_output();
-    this->pack_weights();
-    pass_values(next.n_end - end);
     return wild;
   }
 
@@ -219,7 +203,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   __device__ __forceinline__ void run_alone() {
     while (wait_tile().item >= 0) {
       PrefillTile &t = tile();
-      const bool wild = begin_tile(t);
+      const bool wild = begin_tile<false>(t, 0);
       const int keep = run_steps(t, seen_end(t) - 2, wild);
       const int slot = next_queries();
       end_output(keep);
@@ -228,7 +212,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   }
 
   __device__ __forceinline__ void run_joined() {
-    bool wild = begin_tile(tile());
+    bool wild = begin_tile<false>(tile(), 0);
     while (true) {
       PrefillTile &t = tile();
       const int keep = run_steps(t, seen_end(t) - 2, wild);
@@ -238,7 +222,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       const bool more = next.item >= 0;
       // Products stay in flight on one side of a branch only, or the compiler serialises them.
       if (more) {
-        wild = join_tiles(next, keep);
+        wild = begin_tile<true>(next, keep);
       } else {
         end_output(keep);
       }
