@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from test_emul_attention import bits
+from repeats import bits
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.testing import Case
@@ -66,7 +66,7 @@ def fp8_cases(draw, most_requests=3, **fixed):
     return case.replace(q_type="e4m3", kv_type="e4m3")
 
 
-def check_repeats(count, **types):
+def check_many_repeats(count, **types):
     """``count`` calls on a GPU, of pieces that are merged too, have the bits of the first."""
     import cupy
 

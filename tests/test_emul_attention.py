@@ -9,6 +9,7 @@ import pytest
 from emulator import emulated
 from hypothesis import given
 from hypothesis import strategies as st
+from repeats import bits
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.runtime.attention_plan import make_attention_plans
@@ -27,10 +28,6 @@ attend = partial(flash_attn_varlen_func, fa_version=2)
 def on_kernels(case):
     """float32 attention is NumPy's alone."""
     return case.replace(q_type="fp16", kv_type="fp16") if case.q_type == "fp32" else case
-
-
-def bits(results):
-    return [array.tobytes() for array in results]
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -9,7 +9,8 @@ import pytest
 from emulator import device_array, emulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_emul_attention import attend, bits
+from repeats import bits
+from test_emul_attention import attend
 from test_emul_decode_sm90 import PLAIN, decode_cases
 
 from cupyflash.runtime.device import active_device

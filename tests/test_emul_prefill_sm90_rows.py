@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from emulator import emulated
 from prefill import TILES
-from test_emul_attention import bits
+from repeats import bits
 from test_emul_prefill_sm90_shift import built
 
 from cupyflash import known_call

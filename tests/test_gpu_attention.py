@@ -7,7 +7,8 @@ import os
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from test_emul_attention import ANY, OPTIONS, attend, bits, on_kernels
+from repeats import bits, check_repeats
+from test_emul_attention import ANY, OPTIONS, attend, on_kernels
 
 import cupyflash
 from cupyflash.bounds import AttentionBounds
@@ -29,10 +30,7 @@ def test_any_case(shard, case, num_splits, batch_invariant):
     import cupy
 
     inputs = on_kernels(case).make(cupy)
-    options = {"num_splits": num_splits, "batch_invariant": batch_invariant}
-    first = inputs.call(attend, **options)
-    inputs.expected().check(*first)
-    assert bits(inputs.call(attend, **options)) == bits(first)
+    check_repeats(inputs, attend, num_splits=num_splits, batch_invariant=batch_invariant)
 
 
 REPEATED = {

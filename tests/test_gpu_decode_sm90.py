@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_emul_attention import bits
+from repeats import check_repeats
 from test_emul_decode_sm90 import PLAIN, decode_cases
 from test_emul_invariant_sm90 import CASES
 
@@ -27,9 +27,7 @@ def test_any_case(case, num_splits, invariant, share):
 
     inputs = case.make(cupy)
     options = {"num_splits": num_splits, "fa_version": 3, "batch_invariant": invariant}
-    first = inputs.call(flash_attn_varlen_func, **options)
-    inputs.expected(**inputs.precision(**options)).check(*first)
-    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+    check_repeats(inputs, flash_attn_varlen_func, inputs.precision(**options), **options)
 
 
 LONG = {
@@ -51,10 +49,8 @@ def test_long_sequences(name, types, head_dim):
 
     case = LONG[name].replace(head_dim=head_dim, page_size=16, q_type=types[0], kv_type=types[1])
     inputs = case.make(cupy)
-    first = inputs.call(flash_attn_varlen_func, fa_version=3)
-    inputs.expected(**inputs.precision(fa_version=3)).check(*first)
-    for _ in range(20):
-        assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(first)
+    precision = inputs.precision(fa_version=3)
+    check_repeats(inputs, flash_attn_varlen_func, precision, times=20, fa_version=3)
 
 
 def test_ten_thousand_repeats():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_emul_attention import bits
+from repeats import bits, check_repeats
 from test_emul_mixed_sm90 import MIXED
 
 from cupyflash import hopper
@@ -62,20 +62,14 @@ def test_any_mixture(share, lengths, group, page_size, head_dim, options):
         lengths=lengths, group_size=group, num_heads_kv=2, page_size=page_size, head_dim=head_dim,
         **fields,
     )  # fmt: skip
-    inputs = case.make(cupy)
-    first = inputs.call(flash_attn_varlen_func, **call)
-    inputs.expected().check(*first)
-    assert bits(inputs.call(flash_attn_varlen_func, **call)) == bits(first)
+    check_repeats(case.make(cupy), flash_attn_varlen_func, **call)
 
 
 def test_side_by_side_has_the_bits_of_one_after_the_other(monkeypatch):
     import cupy
 
     inputs = LARGE.make(cupy)
-    both = inputs.call(flash_attn_varlen_func, fa_version=3)
-    inputs.expected().check(*both)
-    for _ in range(100):
-        assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(both)
+    both = check_repeats(inputs, flash_attn_varlen_func, times=100, fa_version=3)
     monkeypatch.setattr(hopper, "_plans", plans_in_sequence)
     assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(both)
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from latent import hopper_latent
+from repeats import check_repeats
 from test_emul_mla_sm90 import ANY_HEADS
 from test_mla import CASE
 
@@ -49,10 +50,6 @@ def comes_back():
         yield
 
 
-def bits(results):
-    return [array.tobytes() for array in results]
-
-
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])
 @pytest.mark.parametrize("num_splits", [0, 1, 2, 5])
 @settings(max_examples=max(1, EXAMPLES // 8))
@@ -62,9 +59,7 @@ def test_any_case(kind, num_splits, case, batch_invariant):
 
     inputs = case.replace(q_type=kind, kv_type=kind).make(cupy)
     options = {"num_splits": num_splits, "batch_invariant": batch_invariant, "fa_version": 3}
-    first = inputs.call(flash_attn_varlen_func, **options)
-    inputs.expected().check(*first)
-    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+    check_repeats(inputs, flash_attn_varlen_func, **options)
 
 
 @pytest.mark.parametrize("heads", [16, 64, 128])
@@ -74,7 +69,4 @@ def test_long_sequences(heads, q_len):
 
     lengths = tuple((q_len, n) for n in (2100, 1, 2047, 3000, 63, 64))
     inputs = CASE.replace(lengths=lengths, group_size=heads, page_size=64).make(cupy)
-    first = inputs.call(flash_attn_varlen_func, fa_version=3)
-    inputs.expected().check(*first)
-    for _ in range(50):
-        assert bits(inputs.call(flash_attn_varlen_func, fa_version=3)) == bits(first)
+    check_repeats(inputs, flash_attn_varlen_func, times=50, fa_version=3)

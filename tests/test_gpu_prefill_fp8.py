@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prefill import LONG, check_repeats, fp8_cases
-from test_emul_attention import bits
+from prefill import LONG, check_many_repeats, fp8_cases
+from repeats import check_repeats
 
 from cupyflash import quantize_fp8
 from cupyflash.attention import flash_attn_varlen_func
@@ -24,11 +24,8 @@ E4M3 = {"q_type": "e4m3", "kv_type": "e4m3"}
 def test_any_case(case, num_splits, share):
     import cupy
 
-    inputs = case.make(cupy)
     options = {"num_splits": num_splits, "fa_version": 3}
-    first = inputs.call(flash_attn_varlen_func, **options)
-    inputs.expected(p_dtype="e4m3").check(*first)
-    assert bits(inputs.call(flash_attn_varlen_func, **options)) == bits(first)
+    check_repeats(case.make(cupy), flash_attn_varlen_func, {"p_dtype": "e4m3"}, **options)
 
 
 CASES = {
@@ -60,7 +57,7 @@ def test_scores_beyond_float32_run_the_tile_again():
 
 
 def test_repeats_are_equal_bit_for_bit():
-    check_repeats(1000, **E4M3)
+    check_many_repeats(1000, **E4M3)
 
 
 def test_sums_of_128k_keys_keep_their_value():

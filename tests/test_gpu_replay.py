@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from test_emul_attention import bits
+from repeats import bits
 from test_mla import CASE as LATENT
 
 from cupyflash.attention import flash_attn_varlen_func

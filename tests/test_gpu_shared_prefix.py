@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prefixes import SHARED, cascade, make_shared, once, schedule_of, shared_cases
-from test_emul_attention import bits
+from repeats import check_repeats
 
 from cupyflash.prefix_tree import prefix_tree
 from cupyflash.testing import expect_attention
@@ -22,9 +22,7 @@ def test_any_tree_is_attention(drawn, most, share):
     import cupy
 
     inputs, tree = make_shared(*drawn, cupy)
-    first = inputs.call(once(tree, num_splits=most))
-    inputs.expected().check(*first)
-    assert bits(inputs.call(once(tree, num_splits=most))) == bits(first)
+    check_repeats(inputs, once(tree, num_splits=most))
 
 
 @given(drawn=shared_cases(most_requests=40))
