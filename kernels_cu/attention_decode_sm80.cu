@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, AttentionVariant::kBlocks
     __syncthreads();
     Kernel(p, walk.segment, walk.rows, smem).run();
     __syncthreads();
-    if (!walk.piece.whole()) merge.merge_spans(walk.cut, walk.piece, 0, false, scratch);
+    if (!walk.piece.whole()) merge.merge_spans(walk.cut, walk.piece, scratch);
     at = walk.piece.end;
     if (at >= walk.end) return;
     __syncthreads();

@@ -5,7 +5,7 @@
 #include "core/attention_params.cuh"
 #include "core/decode_params.cuh"
 #include "block/decode_plain.cuh"
-#include "block/spans.cuh"
+#include "block/even_span.cuh"
 #include "mainloop/decode_sm90.cuh"
 #include "mainloop/decode_merge_sm90.cuh"
 
@@ -47,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / Decode
   const Merge merge(p, d, smem + kWarps * d.stages * Loop::kStageBytes);
   const u32 barriers = shared_address(merge.barriers());
   if (threadIdx.x == 0) prefetch_tensor_map(&k_map), prefetch_tensor_map(&v_map);
-  if (static_cast<int>(threadIdx.x) < kWarps * d.stages) {
-    mbarrier_init(barriers + threadIdx.x * 8, 1);
+  if (static_cast<int>(threadIdx.x % 32) < d.stages) {  // a warp's own
+    mbarrier_init(barriers + (threadIdx.x / 32 * d.stages + threadIdx.x % 32) * 8, 1);
     mbarrier_init_fence();
   }
   // The table is read after the lengths, and should be near by then.
@@ -59,9 +59,16 @@ extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / Decode
   let_later_launches_start();
   const i32 near = near_line(p, d);
 
+  EvenSpan even;
+  if (DecodeVariant::kPlain && d.even_pieces && (d.mail || d.even_pieces == 1)) {
+    even.look(p, d, cta);
+  }
   BatchTotals totals = {};
+  totals.alike = even.there;
   const i32 *prefix = d.prefix;
-  if (prefix) {
+  if (even.there) {
+    __syncwarp();
+  } else if (prefix) {
     const i32 *const more = prefix + p.batch;
     totals = {more[0], more[1], more[2], more[3], more[4] != 0, __int_as_float(more[5])};
     __syncthreads();
@@ -69,38 +76,48 @@ extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / Decode
     totals = add_up<kThreads>(p, d, 0, p.batch, totals, merge.prefix(), merge.scratch());
     prefix = merge.prefix();
   }
-  const Spans spans(d, p.batch, prefix, totals);
-  const KeyRange tiles = spans.tiles_of(p, d, cta);
+  const Spans spans = even.there ? Spans(even.tiles, d.even_pieces)
+                                 : Spans(d, p.batch, prefix, totals);
+  const KeyRange tiles =
+      even.there ? KeyRange{even.begin, even.end} : spans.tiles_of(p, d, cta);
   int at = tiles.begin;
   const int end = tiles.end;
-  Loop loop(p, d, spans, &k_map, &v_map, shared_address(smem), barriers, at, end);
+  Loop loop(p, d, spans, even, &k_map, &v_map, shared_address(smem), barriers, at, end);
   loop.start();
   if (near == kNoBlock) merge.keep(near);
-  if (!totals.alike || !totals.first_tiles) merge.write_empty(prefix, cta);
+  if (!even.there && (!totals.alike || !totals.first_tiles)) merge.write_empty(prefix, cta);
   if (at >= end) return;
 
   // The queries of a piece are asked for before the piece before it is concluded.
-  int request = spans.find(at);
+  int request = even.there ? 0 : spans.find(at);
   Piece piece, next;
   DecodeRows<DecodeVariant> rows;
   DecodeState<DecodeVariant> state;
-  bool open = false, any = false;
+  bool open = false;
 #pragma unroll 1
   while (true) {
     const bool more = at < end;
     if (more) {
-      if (prefix[request + 1] <= at) request = spans.find(at);
-      next.begin(p, d, request_work(p, d, request), prefix[request], at, end);
+      if (even.there) {
+        const int rows = even.request.q_len * p.group;
+        next = {even.request, even.unit, 0, rows, 0, even.tiles, at, end, 0, 0, 1};
+      } else {
+        if (prefix[request + 1] <= at) request = spans.find(at);
+        next.begin(p, d, request_work(p, d, request), prefix[request], at, end);
+      }
       rows.fetch(p, d, next.request, (next.unit << d.unit_shift) + loop.side_head, next.row_begin,
                  next.row_end);
     }
-    if (open) merge.finish(spans, piece, cta, any, state);
+    if (open) {
+      const int first = even.there ? even.first : cta - spans.part(cta);
+      merge.finish(spans, piece, cta, first, rows.of_values, state);
+    }
     if (!more) return;
     piece = next;
     rows.prepare(p, d, piece.request, (piece.unit << d.unit_shift) + loop.side_head,
                  piece.row_begin, piece.row_end);
     state.clear();
-    any = loop.run(piece.first, piece.end, piece.first_key, rows, state);
+    loop.run(piece.first, piece.end, piece.first_key, rows, state);
     at = piece.end;
     open = true;
   }

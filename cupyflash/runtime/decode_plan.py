@@ -12,6 +12,7 @@ from .decode_tile import BUCKETS, DecodeTile, row_tiles, warp_counts
 from .device import RESERVED_SMEM, DeviceInfo
 from .divisors import inverse, log2, page_shift
 from .dtypes import FP16
+from .even import NOT_EVEN, even_cut
 from .plan import LARGEST_WORKSPACE, Plan
 from .problem import AttentionProblem
 from .spans import (
@@ -185,15 +186,25 @@ def make_decode_plan(
     k_panels, v_panels, whole = _panels(problem, tile, box_rows)
     tile_bytes = tile.keys * unit * problem.kv_type.itemsize
     tile_bytes *= problem.head_dim + problem.head_dim_v
+    align = min(ALIGN_BYTES // tile_bytes, MOST_TILES - 1)
     counters = problem.batch * problem.num_heads_kv if invariant else spans
+    slots = counters * _CHUNKS if invariant else 2 * spans if pieces != 1 else 0
+    kept = slots * unit * row_block
+    mails = 0 < kept <= 2 * MAILBOX // _mail_words(problem.head_dim_v) and not invariant
+    beside = not mixed or tile.rows == row_tiles(tile.head_dim)[-1]
+    if whole and columns == min(tile.head_dim, 128) and beside and not (table or pieces):
+        tile = replace(tile, plain=is_plain(problem, tile))
+    fewest, even = log2(tile.warps // unit), NOT_EVEN
+    if tile.plain and not mixed:
+        even = even_cut(problem.batch, problem.num_heads_kv // unit, spans, fewest, align)
     numbers = (
         spans,
         log2(tile.keys),
         row_block,
         problem.num_heads_kv // unit,
         log2(unit),
-        log2(tile.warps // unit),
-        min(ALIGN_BYTES // tile_bytes, MOST_TILES - 1),
+        fewest,
+        align,
         pieces,
         _CHUNKS if invariant else 0,
         counters,
@@ -207,21 +218,17 @@ def make_decode_plan(
         log2(columns),
         page_shift(problem.page_size),
         inverse(problem.group_size),
+        *even,
     )
-    slots = counters * _CHUNKS if invariant else 2 * spans if pieces != 1 else 0
-    kept = slots * unit * row_block
     memory = span_memory(kept, problem.head_dim_v, problem.batch, counters)
     smem_bytes = stages * per_stage + rest
     threads = 32 * tile.warps
-    beside = not mixed or tile.rows == row_tiles(tile.head_dim)[-1]
-    if whole and columns == min(tile.head_dim, 128) and beside and not (table or pieces):
-        tile = replace(tile, plain=is_plain(problem, tile))
     attend = Plan(tile.variant, (spans, 1, 1), (threads, 1, 1), smem_bytes, memory.nbytes, True)
     return DecodePlan(
         attend=attend,
         schedule=schedule_plan(problem.batch),
         memory=memory,
-        mails=0 < kept <= 2 * MAILBOX // (problem.head_dim_v + 2) and not invariant,
+        mails=mails,
         numbers=numbers,
         times=beside_prefill(problem, tile_bytes, tile.plain) if mixed else ALONE,
         box_rows=box_rows,
@@ -234,6 +241,11 @@ def make_decode_plan(
 def workspace_behind(plan: Plan) -> int:
     """Where the workspace of a launch beside this one begins."""
     return -(-plan.workspace_bytes // _LINE) * _LINE
+
+
+def _mail_words(head_dim_v: int) -> int:
+    """Of a row of a span, as mainloop/mail_merge.cuh lays them out."""
+    return head_dim_v + 2 * -(-head_dim_v // 32)
 
 
 def _rest_bytes(tile: DecodeTile, row_block: int, columns: int, prefix_words: int) -> int:

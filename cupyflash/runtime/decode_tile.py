@@ -33,6 +33,10 @@ DECODE_PARAMS = ParamsLayout(
         )
     ),
     ("group_inverse", "u32"),
+    ("even_pieces", "i32"),
+    ("even_inverse", "u32"),
+    ("unit_inverse", "u32"),
+    *((name, "i32") for name in ("even_least", "even_most")),
     ("table_bytes", "i32"),
     ("out_wide", "i32"),
     *((name, "f32") for name in ("tile_time", "tile_floor", "pair_time")),

@@ -8,6 +8,7 @@ from .attention_tiles import STATIC_BYTES, Tile, score_mod
 from .compile import native_arch
 from .device import RESERVED_SMEM, DeviceInfo
 from .divisors import inverse, log2
+from .even import NOT_EVEN
 from .plan import Plan
 from .problem import AttentionProblem
 from .spans import ALIGN_BYTES, ANY_ROWS, MOST_TILES, SpanMemory, schedule_plan, span_memory
@@ -92,6 +93,7 @@ def make_span_plan(
         _SEGMENT_TILES if segments > most else 0,
         *(0,) * 7,  # of copies by TMA
         inverse(problem.group_size),
+        *NOT_EVEN,
     )
     variant = tile.variant(native_arch(info.capability), score_mod(problem))
     grid = (spans if problem.batch and problem.total_q else 0, 1, 1)

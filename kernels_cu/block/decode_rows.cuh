@@ -4,6 +4,7 @@
 // 8j + l/4; of scores, those of rows 8j + 2 (l%4) + x, keys l/4 (x) and l/4 + 8 (x + 2).
 #pragma once
 
+#include "block/epilogue.cuh"
 #include "block/softmax.cuh"
 #include "block/query_tile.cuh"
 #include "core/decode_params.cuh"
@@ -72,6 +73,7 @@ struct DecodeRows {
   bool modified;  // scores get a soft cap or ALiBi, and are to base 2 afterwards
   int kv_begin, kv_end, free_begin, free_end;
   int count;
+  float of_values;  // scale of the values
 
   __device__ __forceinline__ float scale(int j, int x) const {
     return scales[kWiden ? j : 0][kWiden ? x : 0];
@@ -131,6 +133,7 @@ struct DecodeRows {
     free_begin = p.window_left < 0 ? kv_begin : max(kv_begin, last - p.window_left);
     free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);
     const float signed_scale = score_scale(p, request.index, kv_head);
+    of_values = value_scale(p, request.index, kv_head);
     modified = p.softcap > 0.f || p.alibi_slopes;
     // Never 0, as it meets -inf. Scores are below 1e14, so 1e-30 is 0 all the same.
     const float common = fmaxf(fabsf(signed_scale), 1e-30f) * (modified ? 1.f : kLog2e);

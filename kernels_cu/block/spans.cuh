@@ -189,6 +189,11 @@ class Spans {
     }
   }
 
+  // Of equal segments, each of so many tiles in so many pieces.
+  __device__ __forceinline__ Spans(u32 tiles, u32 pieces)
+      : prefix(nullptr), batch_(0), total_(0), single_(false), count_(0), pieces_(pieces),
+        segment_(tiles), share_(0), rest_(0) {}
+
   // The tiles of span c; none for those past the last.
   __device__ __forceinline__ KeyRange tiles_of(const AttentionParams &p, const DecodeParams &d,
                                                u32 c) const {
@@ -213,8 +218,10 @@ class Spans {
     cut().owners(first, last, span, count);
   }
 
-  // Whether every span is one piece of one of several equal segments.
-  __device__ __forceinline__ bool pieces_alike() const { return pieces_ > 1; }
+  // Of every one of several equal segments, a piece a span; 0 or 1 where they are not cut so.
+  __device__ __forceinline__ int pieces() const { return pieces_; }
+  // Of those, the one of span c.
+  __device__ __forceinline__ int part(u32 c) const { return pieces_ > 1 ? c % pieces_ : 0; }
 
   // The request of a tile; lanes may ask for different ones.
   __device__ __forceinline__ int find(int tile) const { return find(prefix, batch_, tile); }

@@ -9,7 +9,8 @@ struct DecodeParams {
   u32 *arrivals;       // [counters], 0 between launches
   i32 *prefix;         // [batch + 5] of schedule.cu, or null: every CTA adds the lengths up
   u32 *mail;           // instead of partial_* and arrivals where segments are cut alike: [spans,
-                       // unit * row_block, head_dim_v + 2], 0 between launches; or null
+                       // unit * row_block] rows as mainloop/mail_merge.cuh has them, 0 between
+                       // launches; or null
   i32 spans;           // that there may be
   i32 tile_shift;      // log2 of the keys of a tile
   i32 row_block;       // rows of a segment, at most
@@ -30,6 +31,11 @@ struct DecodeParams {
   i32 column_shift;    // log2 of the columns of the outputs that warps merge at a time
   i32 page_shift;      // log2 of the page size; -1: it is no power of two
   u32 group_inverse;   // 2^32 over the group size, rounded up; 0: the group is 1
+  // Of batches whose requests are all alike, see block/even_span.cuh.
+  i32 even_pieces;     // of every segment; 0: such batches are not looked for
+  u32 even_inverse;    // 2^32 over even_pieces, rounded up; 0: there is one
+  u32 unit_inverse;    // 2^32 over units, rounded up; 0: there is one
+  i32 even_least, even_most;  // tiles of a segment
   i32 table_bytes;     // of the block table, that are worth fetching ahead
   i32 out_wide;        // stores of four elements
   // Nanoseconds of one multiprocessor; all 0 where the launch has the GPU for itself.

@@ -2,17 +2,13 @@
 #pragma once
 
 #include "arch/tma_sm90.cuh"
-#include "mainloop/span_merge.cuh"
-
-// A word that is never 0, for memory where 0 says that none came. NaN stays NaN.
-__device__ __forceinline__ u32 posted(float value) { return ~min(__float_as_uint(value), ~1u); }
-__device__ __forceinline__ float received(u32 word) { return __uint_as_float(~word); }
+#include "mainloop/mail_merge.cuh"
 
 template <class V>
-class DecodeMerge : public SpanMerge<V::kWarps> {
-  using Base = SpanMerge<V::kWarps>;
-  using Base::d, Base::kAll, Base::kPad, Base::kWide, Base::lse_of, Base::mail_state;
-  using Base::mail_values, Base::merge_spans, Base::p, Base::partial_row, Base::piece_block;
+class DecodeMerge : public MailMerge<V::kWarps> {
+  using Base = MailMerge<V::kWarps>;
+  using Base::d, Base::kAll, Base::kPad, Base::kWide, Base::lse_of, Base::merge_mail;
+  using Base::merge_spans, Base::p, Base::partial_row, Base::piece_block, Base::post;
   using Base::states_, Base::store_final, Base::values_;
   static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16, kWarps = V::kWarps;
 
@@ -31,8 +27,10 @@ class DecodeMerge : public SpanMerge<V::kWarps> {
   // A value of no use, that has to be made all the same.
   __device__ __forceinline__ void keep(u32 value) const { *values_ = __uint_as_float(value); }
 
-  // The end of a piece; `any`: this warp had tiles of it. All threads of the block.
-  __device__ __forceinline__ void finish(const Spans &spans, const Piece &piece, int cta, bool any,
+  // The end of a piece. `first`: the segment's first span, if all have as many; `scale`: of the
+  // values of this warp's head. All threads of the block.
+  __device__ __forceinline__ void finish(const Spans &spans, const Piece &piece, int cta,
+                                         int first, float scale,
                                          DecodeState<V> &state) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, q = lane % 4;
 #pragma unroll
@@ -45,18 +43,24 @@ class DecodeMerge : public SpanMerge<V::kWarps> {
         if (g == 0) states_[warp * 8 * kRowTiles + 8 * j + 2 * q + x] = {state.top[j][x], sum};
       }
     }
-    const bool mailed = d.mail && spans.pieces_alike();
+    float *const scales = reinterpret_cast<float *>(scratch()) + 1;
+    if (lane == 0) scales[warp] = scale;
+    const bool mailed = d.mail && spans.pieces() > 1;
     const int slot = piece.chunks > 1 ? piece_block(piece) * d.chunks + piece.chunk
                      : mailed         ? cta
                                       : 2 * cta + (piece.start == piece.first ? 1 : 0);
 #pragma unroll 1
     for (int column = 0; column < p.head_dim_v; column += 1 << d.column_shift) {
-      if (any) put_columns(state, piece.row_end - piece.row_begin, column);
+      put_columns(state, piece.row_end - piece.row_begin, column);
       __syncthreads();
-      merge_warps(piece, slot, column, mailed);
-      __syncthreads();
+      merge_warps(piece, slot, column, mailed, scales);
+      if (!mailed || column + (1 << d.column_shift) < p.head_dim_v) __syncthreads();
     }
-    if (!piece.whole()) merge_spans(spans, piece, cta, mailed, scratch());
+    if (mailed) {
+      merge_mail(piece, first, spans.pieces(), cta - first);
+    } else if (!piece.whole()) {
+      merge_spans(spans, piece, scratch());
+    }
   }
 
  private:
@@ -89,7 +93,7 @@ class DecodeMerge : public SpanMerge<V::kWarps> {
 
   // A thread takes four columns of a row.
   __device__ __forceinline__ void merge_warps(const Piece &piece, int slot, int column,
-                                              bool mailed) const {
+                                              bool mailed, const float *scales) const {
     const int rows = piece.row_end - piece.row_begin, stride = (1 << d.column_shift) + kPad;
     const int unit = 1 << d.unit_shift;
 #pragma unroll 1
@@ -100,25 +104,24 @@ class DecodeMerge : public SpanMerge<V::kWarps> {
       if (at >= p.head_dim_v) continue;
       float top = -infinity(), sum = 0.f, acc[4] = {};
       float2 state[kWarps];
+      float4 v[kWarps];
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
         state[w] = states_[w * 8 * kRowTiles + row];
-        if ((w & (unit - 1)) != side) state[w] = {-infinity(), 0.f};  // of another head
+        v[w] = *reinterpret_cast<const float4 *>(values_ + (w * d.row_block + row) * stride +
+                                                 in_pass);
+        if ((w & (unit - 1)) != side) state[w] = {-infinity(), 0.f}, v[w] = {};  // another head's
         top = fmaxf(top, state[w].x);
       }
       const float shift = top == -infinity() ? 0.f : top;
 #pragma unroll
       for (int w = 0; w < kWarps; ++w) {
-        if (state[w].y == 0.f) continue;  // a warp without tiles has no values either
         const float factor = exp2_approx(state[w].x - shift);
-        const float4 v = *reinterpret_cast<const float4 *>(
-            values_ + (w * d.row_block + row) * stride + in_pass);
         sum += factor * state[w].y;
-        acc[0] += factor * v.x, acc[1] += factor * v.y;
-        acc[2] += factor * v.z, acc[3] += factor * v.w;
+        acc[0] += factor * v[w].x, acc[1] += factor * v[w].y;
+        acc[2] += factor * v[w].z, acc[3] += factor * v[w].w;
       }
-      const int head = (piece.unit << d.unit_shift) + side;
-      const float norm = __fdividef(value_scale(p, piece.request.index, head), sum);
+      const float norm = __fdividef(scales[side], sum);
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : acc[e] * norm;
       if (piece.whole()) {
@@ -126,9 +129,7 @@ class DecodeMerge : public SpanMerge<V::kWarps> {
       } else {
         const u32 to = partial_row(slot, side * d.row_block + row);
         if (mailed) {
-          store_relaxed(mail_values(to, at),
-                        make_uint4(posted(acc[0]), posted(acc[1]), posted(acc[2]), posted(acc[3])));
-          if (at == 0) store_relaxed(mail_state(to), make_uint2(posted(top), posted(sum)));
+          post(to, at, acc, top, sum);
           continue;
         }
         *reinterpret_cast<float4 *>(d.partial_out + static_cast<u64>(to) * p.head_dim_v + at) =

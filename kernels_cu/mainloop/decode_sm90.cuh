@@ -5,7 +5,7 @@
 // segments, so that no warp waits for another inside of a segment.
 #pragma once
 
-#include "block/spans.cuh"
+#include "block/even_span.cuh"
 #include "mainloop/decode_products_sm90.cuh"
 
 template <class V>
@@ -17,6 +17,7 @@ struct DecodeLoop : DecodeProducts<V> {
 
   const DecodeParams &d;
   const Spans &spans;
+  const EvenSpan &even;
   const TensorMap *const k_map, *const v_map;
   const int warp = threadIdx.x / 32;
   const int side_head = warp & ((1 << d.unit_shift) - 1);  // of the heads side by side, the warp's
@@ -36,12 +37,13 @@ struct DecodeLoop : DecodeProducts<V> {
   } ahead;
 
   __device__ __forceinline__ DecodeLoop(const AttentionParams &p, const DecodeParams &d,
-                                        const Spans &spans, const TensorMap *k_map,
-                                        const TensorMap *v_map, u32 ring, u32 barriers, int begin,
-                                        int end)
+                                        const Spans &spans, const EvenSpan &even,
+                                        const TensorMap *k_map, const TensorMap *v_map, u32 ring,
+                                        u32 barriers, int begin, int end)
       : Products(p),
         d(d),
         spans(spans),
+        even(even),
         k_map(k_map),
         v_map(v_map),
         ring(ring + threadIdx.x / 32 * d.stages * kStageBytes),
@@ -68,14 +70,22 @@ struct DecodeLoop : DecodeProducts<V> {
     const int tile = next + lane * step;
     ahead.boxes = 0;
     if (tile >= span_end) return;
-    ahead.request = spans.find(tile);
-    const RequestWork w = request_work(p, d, ahead.request);
-    const u32 rest = tile - spans.prefix[ahead.request], segment = rest / w.tiles;
-    const u32 block = w.chunks == 1 ? segment : over_rare(segment, w.chunks);
-    const u32 unit = w.row_blocks == 1 ? block : over_rare(block, w.row_blocks);
-    ahead.head = (unit << d.unit_shift) + side_head;
-    ahead.key = (w.first_tile + (rest - block * w.chunks * w.tiles)) * kKeys;
-    const KeyRange seen = visible_keys(p, w.request, 0, w.request.q_len - 1);
+    KeyRange seen;
+    if (even.there) {
+      ahead.request = even.request.index;
+      ahead.head = (even.unit << d.unit_shift) + side_head;
+      ahead.key = tile * kKeys;
+      seen = even.keys;
+    } else {
+      ahead.request = spans.find(tile);
+      const RequestWork w = request_work(p, d, ahead.request);
+      const u32 rest = tile - spans.prefix[ahead.request], segment = rest / w.tiles;
+      const u32 block = w.chunks == 1 ? segment : over_rare(segment, w.chunks);
+      const u32 unit = w.row_blocks == 1 ? block : over_rare(block, w.row_blocks);
+      ahead.head = (unit << d.unit_shift) + side_head;
+      ahead.key = (w.first_tile + (rest - block * w.chunks * w.tiles)) * kKeys;
+      seen = visible_keys(p, w.request, 0, w.request.q_len - 1);
+    }
     if (ahead.key >= seen.end) return;
     const int first = max(0, seen.begin - ahead.key) >> d.box_shift;
     const int last = (min(kKeys, seen.end - ahead.key) - 1) >> d.box_shift;
@@ -160,10 +170,8 @@ struct DecodeLoop : DecodeProducts<V> {
   // ---- segments
 
   // The warp's tiles of a segment, which begins at tile `start` of the line and key `first_key`.
-  // Whether there were any.
-  __device__ __forceinline__ bool run(int start, int end, int first_key, const Rows &rows,
+  __device__ __forceinline__ void run(int start, int end, int first_key, const Rows &rows,
                                       DecodeState<V> &state) {
-    const bool any = taken < end;
 #pragma unroll 1
     for (; taken < end; taken += step) {
       const int key = first_key + (taken - start) * kKeys;
@@ -182,6 +190,5 @@ struct DecodeLoop : DecodeProducts<V> {
       ask(stage);
       if (++stage == d.stages) stage = 0, parity ^= 1;
     }
-    return any;
   }
 };

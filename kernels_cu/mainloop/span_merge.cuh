@@ -4,10 +4,6 @@
 // and its state (largest score to base 2, sum of weights) in a slot of its own: 2c where span c
 // begins inside of the segment, else 2c + 1. The last to arrive merge the slots in the order of the
 // keys. A log-sum-exp instead of the state would be rounded once more.
-//
-// Where every span is one piece of one of several equal segments, they merge without a counter: the
-// last spans of a segment wait for the words themselves, in memory that is 0 until they come. That
-// saves a fence and a way to the L2 cache and back.
 #pragma once
 
 #include "arch/memory_sm80.cuh"
@@ -80,21 +76,18 @@ class SpanMerge {
   // The end of a piece that is not whole, of block `cta`; `word` is in shared memory. All threads
   // of the block.
   template <class Cut>
-  __device__ __forceinline__ void merge_spans(const Cut &cut, const Piece &piece, int cta,
-                                              bool mailed, i32 *word) const {
+  __device__ __forceinline__ void merge_spans(const Cut &cut, const Piece &piece,
+                                              i32 *word) const {
     int first = piece_block(piece), count = piece.chunks;
     if (count == 1) cut.owners(piece.first, piece.last, first, count);
     const int rows = piece.row_end - piece.row_begin, all_rows = rows << d.unit_shift;
     // Of many parts each of the last arrivers takes one row. They wait for blocks that run already:
     // the grid is no larger than what runs at the same time. Not for chunks, of which a block may
-    // have several: it would wait for itself. By mail the last blocks of a segment do, as blocks
-    // start in their order: the others are over or run whatever else the GPU does.
+    // have several: it would wait for itself.
     const bool shared = piece.chunks == 1 && all_rows > 1 && count * all_rows > 32 * kWarps &&
                         count >= 4 * all_rows;
     const int helpers = shared ? all_rows : 1;
-    if (mailed) {
-      if (threadIdx.x == 0) *word = cta - first + helpers - count;
-    } else if (threadIdx.x == 0) {
+    if (threadIdx.x == 0) {
       u32 *const counter = d.arrivals + first;
       const int before = static_cast<int>(arrive_and_wrap(counter, count - 1));
       const int turn = before + helpers - count;
@@ -113,7 +106,7 @@ class SpanMerge {
     const int each_shift = shared ? kWarpsShift : max(0, kWarpsShift - split);
     int row = shared ? turn : warp >> each_shift;
     do {
-      merge_row(piece, first, count, row, row < all_rows, each_shift, mailed);
+      merge_row(piece, first, count, row, row < all_rows, each_shift);
       row += kWarps;
     } while (each_shift == 0 && row < all_rows);
     __syncthreads();
@@ -135,14 +128,6 @@ class SpanMerge {
 
   __device__ __forceinline__ u32 partial_row(u32 slot, u32 row) const {
     return slot * (d.row_block << d.unit_shift) + row;
-  }
-
-  __device__ __forceinline__ uint4 *mail_values(u32 row, int column) const {
-    return reinterpret_cast<uint4 *>(d.mail + static_cast<u64>(row) * p.head_dim_v + column);
-  }
-  __device__ __forceinline__ uint2 *mail_state(u32 row) const {
-    const u64 rows = partial_row(d.spans, 0);
-    return reinterpret_cast<uint2 *>(d.mail + rows * p.head_dim_v) + row;
   }
 
   __device__ __forceinline__ void store_four(char *to, const float (&value)[4]) const {
@@ -195,36 +180,28 @@ class SpanMerge {
     }
   }
 
-  // Where the parts of a row lie: values, and what there is of their weights.
+  // Where the parts of a row lie.
   struct Parts {
-    const u32 *values;
-    const uint2 *states;
-    u32 flip;  // what a word is combined with, of mail
     u32 opening, step, later;  // rows; the first span's slot may be its second one, so much later
 
     __device__ __forceinline__ u32 row_of(int part) const {
       return opening + part * step + (part == 0 ? later : 0);
     }
-    __device__ __forceinline__ float value(u32 word) const { return __uint_as_float(word ^ flip); }
   };
 
-  __device__ __forceinline__ Parts parts_of(const Piece &piece, int first, int row,
-                                            bool mailed) const {
-    const u32 rows = d.row_block << d.unit_shift;
-    if (mailed) return {d.mail, mail_state(0), ~0u, partial_row(first, row), rows, 0};
-    const auto values = reinterpret_cast<const u32 *>(d.partial_out);
-    const auto states = reinterpret_cast<const uint2 *>(d.partial_state);
-    if (piece.chunks > 1) return {values, states, 0, partial_row(first * d.chunks, row), rows, 0};
-    return {values, states, 0, partial_row(2 * first, row), 2 * rows, rows};
+  __device__ __forceinline__ Parts parts_of(const Piece &piece, int first, int row) const {
+    const u32 rows = partial_row(1, 0);
+    if (piece.chunks > 1) return {partial_row(first * d.chunks, row), rows, 0};
+    return {partial_row(2 * first, row), 2 * rows, rows};
   }
 
   // Sums of every each-th slot of one row, from the warp's own on; then, by barriers, of its warps.
   __device__ __forceinline__ void merge_row(const Piece &piece, int first, int count, int all_row,
-                                            bool valid, int each_shift, bool mailed) const {
+                                            bool valid, int each_shift) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int each = 1 << each_shift, sub = warp & (each - 1);
     const int side = all_row & ((1 << d.unit_shift) - 1), row = all_row >> d.unit_shift;
-    const Parts parts = parts_of(piece, first, side * d.row_block + row, mailed);
+    const Parts parts = parts_of(piece, first, side * d.row_block + row);
     const int mine = valid ? (count - sub + each - 1) >> each_shift : 0;
     float shift = 0.f;
 #pragma unroll 1
@@ -234,40 +211,24 @@ class SpanMerge {
 #pragma unroll 1
       for (int part = 0; part < mine; part += kAtOnce) {
         // Asked for before their weights are known: one way to the L2 cache, not three.
-        uint4 v[kAtOnce];
-        uint2 state;
-        bool missing;
-        do {
+        float4 v[kAtOnce];
 #pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const u64 at = parts.row_of(sub + min(part + i, mine - 1) * each);
-            v[i] = load_relaxed(
-                reinterpret_cast<const uint4 *>(parts.values + at * p.head_dim_v + from));
-          }
-          state = {__float_as_uint(-infinity()) ^ parts.flip, parts.flip};
-          missing = false;
-          if (lane < kAtOnce && part + lane < mine) {
-            state = load_relaxed(parts.states + parts.row_of(sub + (part + lane) * each));
-            missing = state.x == 0 || state.y == 0;
-          }
-          if (base == 0 && part == 0) shift = largest_score(count, parts, missing);
-          if (!mailed) break;
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            missing |= v[i].x == 0 || v[i].y == 0 || v[i].z == 0 || v[i].w == 0;
-          }
-        } while (__any_sync(kAll, missing));
-        const float weight = exp2_approx(parts.value(state.x) - shift) * parts.value(state.y);
+        for (int i = 0; i < kAtOnce; ++i) {
+          const u64 at = parts.row_of(sub + min(part + i, mine - 1) * each);
+          v[i] = load_from_l2(
+              reinterpret_cast<const float4 *>(d.partial_out + at * p.head_dim_v + from));
+        }
+        float2 state = {-infinity(), 0.f};
+        if (lane < kAtOnce && part + lane < mine) {
+          state = load_from_l2(d.partial_state + parts.row_of(sub + (part + lane) * each));
+        }
+        if (base == 0 && part == 0) shift = largest_score(count, parts);
+        const float weight = exp2_approx(state.x - shift) * state.y;
         sum += weight;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
           const float w = __shfl_sync(kAll, weight, i);
-          acc[0] += w * parts.value(v[i].x), acc[1] += w * parts.value(v[i].y);
-          acc[2] += w * parts.value(v[i].z), acc[3] += w * parts.value(v[i].w);
-        }
-#pragma unroll 1
-        for (int i = part; mailed && column == from && i < min(mine, part + kAtOnce); ++i) {
-          store_relaxed(mail_values(parts.row_of(sub + i * each), column), uint4{});
+          acc[0] += w * v[i].x, acc[1] += w * v[i].y, acc[2] += w * v[i].z, acc[3] += w * v[i].w;
         }
       }
 #pragma unroll
@@ -291,29 +252,18 @@ class SpanMerge {
       for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : __fdividef(acc[e], sum);
       store_final(piece, side, row, column, acc, lse_of(shift, sum));
     }
-    // All warps of the row have read them.
-#pragma unroll 1
-    for (int part = lane; mailed && part < mine; part += 32) {
-      store_relaxed(mail_state(parts.row_of(sub + part * each)), uint2{});
-    }
   }
 
-  // Of all parts of a row; `missing`: one has not come.
-  __device__ __forceinline__ float largest_score(int count, const Parts &parts,
-                                                 bool &missing) const {
+  // Of all parts of a row.
+  __device__ __forceinline__ float largest_score(int count, const Parts &parts) const {
     constexpr int kEach = kMostPieces / 32;
     float top = -infinity();
 #pragma unroll 1
     for (int part = threadIdx.x % 32; part < count; part += 32 * kEach) {
-      uint2 state[kEach];
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        state[i] = load_relaxed(parts.states + parts.row_of(min(part + 32 * i, count - 1)));
-      }
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        missing |= state[i].x == 0;
-        top = fmaxf(top, parts.value(state[i].x));
+        const u32 row = parts.row_of(min(part + 32 * i, count - 1));
+        top = fmaxf(top, load_from_l2(d.partial_state + row).x);
       }
     }
 #pragma unroll

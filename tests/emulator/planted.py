@@ -98,7 +98,6 @@ _STEP = Case(lengths=((1, 400), (1, 90)), num_heads_kv=2, group_size=2, head_dim
 _MIXED = _STEP.replace(lengths=((1, 250), (20, 60), (1, 40), (17, 0)))
 _LONG = _STEP.replace(lengths=((1, 2500),), num_heads_kv=1, group_size=8)
 _SHARED = _LONG.replace(lengths=((1, 9000), (1, 90)))  # a merge of many
-_ALIKE = _STEP.replace(lengths=((1, 500),) * 4)
 
 
 def _wait(barrier: str) -> str:
@@ -135,11 +134,4 @@ PLANTED = [
     Planted("decode: read of the counter without order", DECODE, r"ld\.acquire\.gpu\.global", "ld.relaxed.gpu.global", _SHARED, num_sms=40),
     Planted("decode: a merge of many without a bug", DECODE, "", "", _SHARED, num_sms=40),
     Planted("decode: counter not back to zero", DECODE, r"atom\.acq_rel\.gpu\.global\.inc\.u32 %0, \[%1\], %2;", "atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;", _STEP, calls=2),
-    Planted("decode: equal segments without a bug", DECODE, "", "", _ALIKE, num_sms=16, calls=2),
-    Planted("decode: mail that is not cleared", DECODE, r"store_relaxed\(mail_values\(parts[^;]*;", ";", _ALIKE, num_sms=16, calls=2),
-    Planted("decode: states of mail that are not cleared", DECODE, r"store_relaxed\(mail_state\(parts[^;]*;", ";", _ALIKE, num_sms=16, calls=2),
-    Planted("decode: values of mail that are not waited for", DECODE, r"missing \|= v\[i\][^;]*;", ";", _ALIKE, num_sms=16, calls=4, always=False),
-    Planted("decode: the largest score before all have come", DECODE, r"missing \|= state\[i\]\.x == 0;", ";", _ALIKE, num_sms=16, calls=4, always=False),
-    Planted("decode: mail without order", DECODE, r"st\.relaxed\.gpu\.global\.v4", "st.global.v4", _ALIKE, num_sms=16),
-    Planted("decode: mail in the slots of the span before", DECODE, r"partial_row\(first, row\), rows, 0\}", "partial_row(first, row), rows, rows}", _ALIKE, num_sms=16),
 ]  # fmt: skip
