@@ -11,7 +11,7 @@ from .attention import describe_call, flash_attn_varlen_func
 from .merge import merge_attn_states
 from .prefix_tree import PrefixTree
 from .runtime import env
-from .runtime.arrays import array_module, as_array, on_stream, place, spec_of
+from .runtime.arrays import array_module, as_array, as_shaped, on_stream, place, spec_of
 from .runtime.call import scale_argument
 from .runtime.rules.numbers import non_negative
 from .runtime.rules.operands import check_operand
@@ -129,10 +129,10 @@ def cascade_attention(
     """
     given = output
     output, query, key_cache, value_cache = (
-        as_array(array, name, stream)
-        for name, array in (
-            ("output", output), ("query", query), ("key_cache", key_cache),
-            ("value_cache", value_cache),
+        as_shaped(array, name, ndim, stream)
+        for name, array, ndim in (
+            ("output", output, 3), ("query", query, 3), ("key_cache", key_cache, 4),
+            ("value_cache", value_cache, 4),
         )
     )  # fmt: skip
     if prefix_tree is None:
@@ -161,7 +161,7 @@ def cascade_attention(
         "stream": stream,
     }
     own = {"cu_seqlens_q": cu_query_lens, "max_seqlen_q": max_query_len, "out": output, **scales}
-    table = as_array(block_table, "block_table")
+    table = as_shaped(block_table, "block_table", 2)
     whole = {
         "max_seqlen_k": max_kv_len, "block_table": table, "causal": True, "window_size": sides,
         "alibi_slopes": alibi_slopes, "s_aux": s_aux, **own, **common,
@@ -225,6 +225,8 @@ def _by_tree(
     tree: PrefixTree, whole: dict[str, Any], lengths: Any, scheduler_metadata: Any, schedule: Any
 ) -> None:
     """Attention to all keys, those of a tree read once where there is a kernel for it."""
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"prefix_tree is {type(tree).__name__}; make one by find_prefix_tree")
     whole = {**whole, "seqused_k": lengths, "scheduler_metadata": scheduler_metadata}
     call = describe_call(**whole)
     if call.problem.batch != tree.batch:

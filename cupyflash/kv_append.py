@@ -10,7 +10,7 @@ from .attention import describe_call, flash_attn_varlen_func
 from .batched import as_batch, batch_results, check_batch_lse, ragged_arguments
 from .kv_cache import reshape_and_cache_flash
 from .runtime import env
-from .runtime.arrays import array_module, as_array, merge_leading, on_stream, spec_of
+from .runtime.arrays import array_module, as_array, as_shaped, merge_leading, on_stream, spec_of
 from .runtime.call import scale_argument
 from .runtime.dtypes import parse_fp8, scalar_type
 from .runtime.rules.numbers import non_negative
@@ -114,6 +114,8 @@ def flash_attn_with_kvcache(
 def _cache_lengths(cache_seqlens: Any, q: Any, batch: int) -> Any:
     if isinstance(cache_seqlens, (int, np.integer)):
         length = non_negative("cache_seqlens", cache_seqlens)
+        if length >= 1 << 31:
+            raise ValueError(f"cache_seqlens={length} must be below 2147483648")
         return array_module(q).full(batch, length, np.int32)
     lengths = as_array(cache_seqlens, "cache_seqlens")
     check_lengths("cache_seqlens", spec_of(lengths), batch)
@@ -125,7 +127,7 @@ def _table(block_table: Any, cache_batch_idx: Any, k_cache: Any, batch: int) -> 
     if block_table is not None:
         if cache_batch_idx is not None:
             raise ValueError("block_table and cache_batch_idx exclude each other; drop one")
-        return as_array(block_table, "block_table")
+        return as_shaped(block_table, "block_table", 2)
     if cache_batch_idx is not None:
         rows = as_array(cache_batch_idx, "cache_batch_idx")
         check_lengths("cache_batch_idx", spec_of(rows), batch)

@@ -78,12 +78,9 @@ def reshape_and_cache_flash(
             given, seen = views, gpu_key((*views, k_scale, v_scale), kv_cache_dtype)
         if seen is not None and write_known(seen, given, (k_scale, v_scale), stream):
             return
-    for name, array in zip(WRITE_ARRAYS, given, strict=False):
-        if array is None:
-            raise TypeError(f"{name} is None; it must be an array")
     k_number, k_array = _scale("k_scale", k_scale, stream)
     v_number, v_array = _scale("v_scale", v_scale, stream)
-    arrays, on_host = place(WRITE_ARRAYS, (*given, k_array, v_array), stream)
+    arrays, on_host = place(WRITE_ARRAYS, (*given, k_array, v_array), stream, len(given))
     shapes, numbers = specs(arrays), (k_number, v_number)
     cache_type = check_write(shapes, numbers, kv_cache_dtype)
     if on_host:

@@ -125,7 +125,8 @@ def mla_decode(
     np.float16(1.0)
     """
     cache = as_array(kv_cache, "kv_cache")
-    width, dims = cache.shape[-1], (q_nope.shape[-1], q_pe.shape[-1])
+    dims = _width(q_nope, "q_nope"), _width(q_pe, "q_pe")
+    width = _width(cache, "kv_cache")
     if width != sum(dims):
         raise ValueError(
             f"kv_cache has rows of {width}, but q_nope and q_pe have {dims[0]} and {dims[1]}; it "
@@ -157,6 +158,14 @@ def mla_decode(
         batch_invariant=batch_invariant,
         stream=stream,
     )
+
+
+def _width(array: Any, name: str) -> int:
+    """The last dimension of an array of any library."""
+    shape = array.shape if hasattr(array, "shape") else as_array(array, name).shape
+    if not shape:
+        raise ValueError(f"{name} has shape (); its rows must be the last dimension")
+    return int(shape[-1])
 
 
 def mla_prefill(

@@ -68,7 +68,7 @@ def find_prefix_tree(
     """
     names = ("block_table", "seqused_k", "cu_seqlens_q", "out")
     (table, lengths, starts, out), on_host = place(
-        names, (block_table, seqused_k, cu_seqlens_q, out), stream
+        names, (block_table, seqused_k, cu_seqlens_q, out), stream, required=2
     )
     _check(table, lengths, starts, block_size, levels)
     batch = table.shape[0]

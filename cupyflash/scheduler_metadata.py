@@ -148,7 +148,7 @@ def get_scheduler_metadata(
         No version can run such calls on this GPU.
     """
     given, names = (cache_seqlens, cu_seqlens_q, out), ("cache_seqlens", "cu_seqlens_q", "out")
-    (lengths, starts, out), on_host = place(names, given, stream)
+    (lengths, starts, out), on_host = place(names, given, stream, required=1)
     bounds = _bounds(
         batch_size, max_seqlen_q, max_seqlen_k, num_heads_q, num_heads_kv, headdim, headdim_v,
         qkv_dtype, page_size, causal, window_size, has_softcap, num_splits,

@@ -16,6 +16,7 @@ __all__ = [
     "AttentionArrays",
     "array_module",
     "as_array",
+    "as_shaped",
     "merge_leading",
     "on_stream",
     "place",
@@ -91,6 +92,20 @@ def as_array(value: Any, name: str, stream: Any = None) -> Any:
     return adopt(value, name, stream if type(stream) is Consumer else Consumer(stream))
 
 
+def as_shaped(value: Any, name: str, ndim: int, stream: Any = None) -> Any:
+    """As `as_array`, of that many dimensions.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As `foreign.adopt`; or it has others.
+    """
+    array = as_array(value, name, stream)
+    if array.ndim != ndim:
+        raise ValueError(f"{name} has shape {array.shape}; it must have {ndim} dimensions")
+    return array
+
+
 def array_module(array: Any) -> Any:
     """``numpy`` or ``cupy``, whichever the array is of."""
     if isinstance(array, np.ndarray):
@@ -125,12 +140,12 @@ def on_stream(array: Any, stream: Any, temporaries: str = "") -> AbstractContext
 
 
 def place(
-    names: Sequence[str], arrays: Sequence[Any], stream: Any = None
+    names: Sequence[str], arrays: Sequence[Any], stream: Any = None, required: int = 0
 ) -> tuple[Sequence[Any], bool]:
     """The arrays as NumPy's or CuPy's, and whether the call is computed with NumPy.
 
-    It is where all of them are NumPy arrays and no device is set. None is passed on. Arrays of
-    other libraries are ready for ``stream``.
+    It is where all of them are NumPy arrays and no device is set. None is passed on, but not of
+    the first ``required``. Arrays of other libraries are ready for ``stream``.
 
     Raises
     ------
@@ -139,6 +154,9 @@ def place(
     ValueError
         They are on several GPUs.
     """
+    for name, array in zip(names[:required], arrays, strict=False):
+        if array is None:
+            raise TypeError(f"{name} is None; it must be an array")
     kinds = set(map(type, arrays))
     kinds.discard(_NONE)
     if kinds == {np.ndarray}:
