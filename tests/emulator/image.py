@@ -26,7 +26,10 @@ __all__ = ["Image", "image_of"]
 
 @dataclass
 class Image:
-    """``texts`` and ``places`` (file, line): of each instruction."""
+    """``text`` (a line) and ``places`` (file, line) [n, 2]: of each instruction.
+
+    ``movable``: it holds no address of a variable.
+    """
 
     code: np.ndarray
     args: np.ndarray
@@ -40,8 +43,13 @@ class Image:
     param_offsets: list[int]
     param_sizes: list[int]
     cluster: tuple[int, ...] | None
-    texts: list[str]
-    places: list[tuple[int, int]]
+    text: str
+    places: np.ndarray
+    movable: bool
+
+    @functools.cached_property
+    def texts(self) -> list[str]:
+        return self.text.split("\n")
 
 
 def words(values: Any) -> np.ndarray:
@@ -85,8 +93,9 @@ def lower(module: Module, symbol: str, addresses: dict[str, int]) -> Image:
         param_offsets=list(low.param_offset.values()),
         param_sizes=low.param_sizes,
         cluster=low.cluster,
-        texts=[insn.text for insn in low.code],
-        places=[low.lines[insn.line] for insn in low.code],
+        text="\n".join(insn.text for insn in low.code),
+        places=np.array(low.lines, np.int32)[[insn.line for insn in low.code]],
+        movable=not low.has_addresses,
     )
 
 
@@ -115,8 +124,6 @@ def _front_end() -> bytes:
 
 def image_of(module: Module, symbol: str, addresses: dict[str, int], ptx: str) -> Image:
     """From the disk if it is there. Images that hold addresses of variables are not kept."""
-    if addresses:
-        return lower(module, symbol, addresses)
     library()
     key = hashlib.sha256(_front_end() + symbol.encode() + ptx.encode()).hexdigest()[:24]
     kept = cache_folder() / f"{key}.image"
@@ -124,6 +131,8 @@ def image_of(module: Module, symbol: str, addresses: dict[str, int], ptx: str) -
         return pickle.loads(kept.read_bytes())
     with no_collections():
         image = lower(module, symbol, addresses)
+    if not image.movable:
+        return image
     partial = kept.with_suffix(f".{os.getpid()}")
     partial.write_bytes(pickle.dumps(image))
     os.replace(partial, kept)

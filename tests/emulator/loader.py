@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Program:
     def __post_init__(self) -> None:
         image = self.image
         source: list[int] = []
-        counts = (len(image.texts), len(image.args), len(image.consts), len(image.specials))
+        counts = (len(image.places), len(image.args), len(image.consts), len(image.specials))
         arrays = (image.code, image.args, image.consts, image.specials)
         for array, count in zip(arrays, counts, strict=True):
             source += [array.ctypes.data, count]
@@ -40,7 +41,10 @@ class Program:
         self.handle = library().emu_load(ctypes.c_void_p(packed.ctypes.data))
         self.param_bytes = image.param_bytes
         self.static_smem = image.static_smem
-        self.mnemonics = [self._mnemonic(text) for text in image.texts]
+
+    @functools.cached_property
+    def mnemonics(self) -> list[str]:
+        return [self._mnemonic(text) for text in self.image.texts]
 
     def __del__(self) -> None:
         if getattr(self, "handle", None):
@@ -54,7 +58,7 @@ class Program:
 
     def where(self, pc: int) -> str:
         """``file.cu:12 (ptx text)`` of an instruction."""
-        if pc >= len(self.image.texts):
+        if pc >= len(self.image.places):
             return f"instruction {pc}"
         number, line = self.image.places[pc]
         name = PurePath(self.files.get(number, "?")).name

@@ -82,7 +82,7 @@ def launch(
     entries += [(*r, -1) for r in program.regions]
     entries.sort()
     regions = np.array([e[:3] for e in entries] or [(0, 0, 0)], np.uint64)
-    counts = len(program.image.texts)
+    counts = len(program.image.places)
     hits, conflicts = np.zeros(counts, np.uint64), np.zeros(counts, np.uint64)
     stats = np.zeros(16, np.uint64)
     read, written = (np.zeros(max(len(entries), 1), np.uint64) for _ in range(2))

@@ -95,6 +95,7 @@ class Names:
     def __init__(self) -> None:
         self.consts: dict[tuple[int, int], Reg] = {}
         self.specials: dict[int, Reg] = {}
+        self.has_addresses = False  # of variables of the module
         self.junk = [Reg(i, "_", True) for i in range(3)]
 
     def const(self, width: int, value: int) -> Reg:
@@ -113,6 +114,7 @@ class Names:
         if found is not None:
             return found[1] + offset + (PARAM_WINDOW if found[0] == "param" else 0)
         if m[1] in self.addresses:
+            self.has_addresses = True
             return self.addresses[m[1]] + offset
         return None
 
