@@ -13,14 +13,33 @@ from typing import Any
 
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.runtime.compile import kernel_source
-from cupyflash.runtime.device import use_device
+from cupyflash.runtime.device import active_device, use_device
 from cupyflash.runtime.workspace import scratch_of
 from cupyflash.testing import Case
+from cupyflash.testing.case import Inputs
+from cupyflash.testing.expect import Expected
 
 from .device import EmulatedDevice
 from .report import EmulatorError
 
 __all__ = ["PLANTED", "Planted"]
+
+
+_answers: dict[Any, Expected] = {}
+
+
+def check(inputs: Inputs, attention: Any, *pages: Any, **options: Any) -> None:
+    """``inputs.check``; orders of warps and bugs that share a case share its right answer.
+
+    ``pages``: what the inputs depend on besides their case.
+    """
+    device = active_device()
+    key = (inputs.case, *pages, *options.items(), device.info.capability, device.info.num_sms)
+    if key not in _answers:
+        if len(_answers) == 16:
+            _answers.clear()
+        _answers[key] = inputs.expected(**inputs.precision(**options))
+    _answers[key].check(*inputs.call(attention, **options))
 
 
 class _Changed(EmulatedDevice):
@@ -61,7 +80,7 @@ class Planted:
         return _Changed(self)
 
     def attend(self) -> None:
-        self.case.make().check(flash_attn_varlen_func, fa_version=self.version)
+        check(self.case.make(), flash_attn_varlen_func, fa_version=self.version)
 
     def caught(self, device: EmulatedDevice, seed: int) -> str | None:
         """What gave the bug away, if anything did; the device keeps its compiled kernels."""

@@ -11,7 +11,7 @@ from prefixes import SHARED, cascade, check_nodes, make_shared, once, schedule_o
 
 from cupyflash.prefix_search import find_prefix_tree
 
-from .planted import Planted
+from .planted import Planted, check
 
 __all__ = ["PLANTED_SHARED"]
 
@@ -40,7 +40,7 @@ class PlantedShared(Planted):
             return
         if self.case is _SHORT:
             inputs.args["block_table"][0, :] = 2**31 - 1
-        inputs.check(once(tree))
+        check(inputs, once(tree), self.keys)
 
 
 @dataclass(frozen=True)
