@@ -66,9 +66,10 @@ class CommonAttentionMetadata:
         if self.encoder_seq_lens is not None:
             rows["encoder_seq_lens"] = (self.encoder_seq_lens, self.num_reqs)
         for name, (array, size) in rows.items():
-            if array.dtype != np.int32:
-                raise TypeError(f"{name} is {array.dtype}; it must be int32")
-            if array.shape[0] != size:
+            kind = getattr(array, "dtype", type(array).__name__)
+            if kind != np.int32:
+                raise TypeError(f"{name} is {kind}; it must be an array of int32")
+            if array.shape[:1] != (size,):
                 raise ValueError(
                     f"{name} has shape {array.shape}; num_reqs={self.num_reqs} makes it {size} long"
                 )

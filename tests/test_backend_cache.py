@@ -85,6 +85,21 @@ def test_an_encoder_has_no_quantised_cache(step_path):
         made.make_impl(attn_type="encoder_only", kv_cache_dtype="fp8")
 
 
+@pytest.mark.parametrize("wrong", [None, "x", 3, [1, 2], np.array(3, np.int32)])
+def test_a_step_of_what_is_no_array_is_refused(step_path, wrong):
+    made = Made(step_path, Case(((1, 20),)))
+    step = made.builder.build(0, made.common)
+    for name in ("query_start_loc", "seq_lens", "block_table_tensor"):
+        with pytest.raises((TypeError, ValueError), match=name):
+            replace(made.common, **{name: wrong})
+    arrays = {"query": made.query, "kv_cache": made.cache, "output": made.output}
+    for name in arrays:
+        q, cache, out = {**arrays, name: wrong}.values()
+        with pytest.raises(ValueError, match=name):
+            made.impl.forward(made.layer, q, None, None, cache, step, out)
+    assert np.isnan(step_path.host(made.output)).all()
+
+
 def test_refused_steps_write_nothing(step_path):
     made = Made(step_path, Case(((1, 20),)), dcp_world_size=2)
     ranks = made.builder.build(0, made.common)

@@ -144,6 +144,9 @@ class FlashAttentionImpl(AttentionImpl[FlashAttentionMetadata]):
         if attn_metadata is None:
             output[...] = 0
             return output
+        for name, array in (("query", query), ("output", output)):
+            if len(getattr(array, "shape", ())) != 3:
+                raise ValueError(f"{name} must be an array [tokens, num_heads, head_size]")
         self._refuse(attn_metadata)
         if self.attn_type in UNCACHED:
             found = forward_encoder(self, query, key, value, output, attn_metadata)
