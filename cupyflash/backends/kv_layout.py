@@ -80,7 +80,7 @@ def split_kv_cache(kv_cache: Array, num_kv_heads: int, head_size: int) -> tuple[
     ValueError
         Any other shape.
     """
-    shape = getattr(kv_cache, "shape", ())
+    shape: tuple[int, ...] = getattr(kv_cache, "shape", ())
     if len(shape) == 5 and shape[0] == 2 and shape[3:] == (num_kv_heads, head_size):
         return kv_cache[0], kv_cache[1]
     if len(shape) == 4 and shape[1] == num_kv_heads and shape[3] == 2 * head_size:
