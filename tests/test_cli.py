@@ -84,6 +84,25 @@ def test_an_interrupt_is_no_traceback(tmp_path):
     assert (process.returncode, errors) == (130, "cupyflash: interrupted\n")
 
 
+def test_a_terminal_without_the_letter_gets_another():
+    command = [sys.executable, "-m", "cupyflash", "explain", "--kv-len", "9", "--gpu", "h200"]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, timeout=60, check=True)
+    assert b"?s on NVIDIA H200" in done.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_no_traceback():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "cupyflash", "bench", "--list"], cwd=ROOT, stdout=full,
+            stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    assert done.returncode
+    assert "Traceback" not in done.stderr
+    assert "No space left on device" in done.stderr
+
+
 def test_what_cannot_be_written_is_said_before_the_work(capsys, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "checks", lambda xp: pytest.fail("it went to work"))
     nowhere = tmp_path / "nowhere"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for command in _COMMANDS:
         command.add(commands)
     options = parser.parse_args(arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may have no µ
+        sys.stdout.reconfigure(errors="replace")
     try:
         return int(options.run(options))
     except (CommandError, CompileError, ValueError, NotImplementedError) as error:
@@ -48,7 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except OSError as error:
-        if error.filename is None:
-            raise
-        print(f"cupyflash: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = "" if error.filename is None else f"{error.filename}: "
+        print(f"cupyflash: {where}{error.strerror or error}", file=sys.stderr)
         return 2

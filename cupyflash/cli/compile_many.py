@@ -35,10 +35,20 @@ def each_variant(
     pool = ProcessPoolExecutor(
         min(jobs, len(variants)), context, signal.signal, (signal.SIGINT, signal.SIG_DFL)
     )  # an interrupt ends them without a word
+    queued = [pool.submit(work, variant) for variant in variants]
+    results = (future.result() for future in queued)
     try:
-        return list(progress(pool.map(work, variants), len(variants), "compile"))
-    finally:  # an interrupt does not wait for what is being compiled
+        found = list(progress(results, len(variants), "compile"))
+    except KeyboardInterrupt:  # nobody waits for what is being compiled
+        for child in multiprocessing.active_children():
+            child.terminate()
+        pool.shutdown(wait=False)
+        raise
+    except BaseException:
         pool.shutdown(wait=False, cancel_futures=True)
+        raise
+    pool.shutdown()
+    return found
 
 
 def compile_ahead(variants: Sequence[Variant], jobs: int = JOBS) -> int:
