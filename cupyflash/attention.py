@@ -16,6 +16,7 @@ from .runtime.arrays import AttentionArrays, as_array
 from .runtime.call import Call, prepare, refuse_options
 from .runtime.foreign_views import FOREIGN, gpu_views
 from .runtime.nvtx import call_range
+from .runtime.placement import check_placement
 from .runtime.rules.share import share_of, with_share
 from .scheduler_metadata import check_metadata
 from .values import check_bounds, check_values
@@ -232,9 +233,8 @@ def _on_gpu(
         workspace = as_array(workspace, "workspace", stream)
     if env.debug():
         p = call.problem
-        with call_range(
-            f"attention v{version}, {p.batch} requests, q {p.total_q}, k {p.max_seqlen_k}"
-        ):
+        name = f"attention v{version}, {p.batch} requests, q {p.total_q}, k {p.max_seqlen_k}"
+        with call_range(name):
             return FAMILIES[version].launch(call, scheduler_metadata, workspace, stream)
     return FAMILIES[version].launch(call, scheduler_metadata, workspace, stream)
 
@@ -253,6 +253,7 @@ def _on_cpu(call: Call, fa_version: int | None, stream: Any, totals: Any = None)
     _refuse_on_cpu(fa_version, stream)
     problem, arrays, descales = call.problem, call.arrays, call.descales
     check_bounds(call)
+    check_placement(call)
     out, lse = arrays.out, arrays.lse
     if out is None:
         shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)

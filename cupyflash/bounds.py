@@ -7,7 +7,7 @@ from typing import Any
 
 from .runtime.dtypes import BF16, parse_scalar_type
 from .runtime.problem import AttentionProblem
-from .runtime.rules.numbers import non_negative
+from .runtime.rules.numbers import MOST_TOKENS, non_negative, token_bound
 from .runtime.rules.operands import check_head_dims, check_heads
 from .runtime.rules.score import window
 
@@ -71,9 +71,10 @@ class AttentionBounds:
     prefix_levels: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "max_seqlen_q", "max_seqlen_k", "max_blocks", "num_splits",
-                     "prefix_levels"):  # fmt: skip
+        for name in ("batch_size", "max_blocks", "num_splits", "prefix_levels"):
             non_negative(name, getattr(self, name))
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            token_bound(name, getattr(self, name))
         check_heads(self.num_heads_q, self.num_heads_kv, self.num_heads_kv, [], [])
         check_head_dims(self.headdim, self.headdim, self._head_dim_v, self.q_v)
         window(tuple(self.window_size), self.causal)
@@ -116,7 +117,7 @@ class AttentionBounds:
             has_seqused_k=self.page_size is not None,
             has_q_v=self.q_v,
             wants_lse=self.return_softmax_lse,
-            num_splits=self.num_splits,
+            num_splits=min(self.num_splits, MOST_TOKENS),
             batch_invariant=self.batch_invariant,
             cp_world_size=1,
             cp_rank=0,

@@ -17,7 +17,7 @@ from .runtime.call import Call
 from .runtime.dtypes import BF16, ScalarType, parse_scalar_type
 from .runtime.problem import AttentionProblem
 from .runtime.rules.latent import is_latent
-from .runtime.rules.numbers import flag, non_negative
+from .runtime.rules.numbers import MOST_TOKENS, flag, non_negative, token_bound
 from .runtime.rules.operands import check_head_dims, check_heads
 from .runtime.rules.score import window
 from .runtime.rules.sequences import check_lengths
@@ -197,8 +197,8 @@ def _bounds(
     )
     return ScheduleBounds(
         non_negative("batch_size", batch_size),
-        non_negative("max_seqlen_q", max_seqlen_q),
-        non_negative("max_seqlen_k", max_seqlen_k),
+        token_bound("max_seqlen_q", max_seqlen_q),
+        token_bound("max_seqlen_k", max_seqlen_k),
         num_heads_q,
         num_heads_kv,
         headdim,
@@ -207,7 +207,7 @@ def _bounds(
         page_size,
         left,
         right,
-        non_negative("num_splits", num_splits),
+        min(non_negative("num_splits", num_splits), MOST_TOKENS),
         flag("has_softcap", has_softcap),
     )
 

@@ -1,4 +1,4 @@
-"""Every public function refuses bad input: the value, the rule and what would work; no writes."""
+"""Attention refuses bad input: the value, the rule and what would work; nothing is written."""
 
 from __future__ import annotations
 
@@ -55,6 +55,8 @@ ATTENTION = [
     ("max_seqlen_k", np.array([3]), TypeError, r"max_seqlen_k has shape \(1,\); pass one integer"),
     ("max_seqlen_q", 2, ValueError, "max_seqlen_q=2, but request 1 has 3; it must be at least 3"),
     ("max_seqlen_k", 19, ValueError, "max_seqlen_k=19, but request 0 has 20"),
+    ("max_seqlen_k", (1 << 30) + 1, ValueError, "a request has at most 1073741824 tokens"),
+    ("max_seqlen_q", 1 << 40, ValueError, "a request has at most 1073741824 tokens"),
     ("num_splits", -1, ValueError, "num_splits=-1 must be at least 0"),
     ("num_splits", True, TypeError, "num_splits is bool"),
     ("causal", np.ones(2, np.int32), TypeError, "causal is ndarray; .* for all requests"),
@@ -63,6 +65,9 @@ ATTENTION = [
     ("window_size", (1.5, 0), ValueError, "two integers"),
     ("softcap", -2.0, ValueError, "softcap=-2.0 must be positive, or 0"),
     ("softcap", float("inf"), ValueError, "softcap=inf must be finite"),
+    ("softcap", 1e31, ValueError, r"from 1e-30 to 1e\+30; the nearest is 1e\+30"),
+    ("softcap", 1e-31, ValueError, "the nearest is 1e-30"),
+    ("softmax_scale", -1e39, ValueError, r"softmax_scale=-1e\+39 must be finite in float32"),
     ("softmax_scale", float("nan"), ValueError, "softmax_scale=nan must be finite"),
     ("softmax_scale", np.ones(2), TypeError, r"softmax_scale has shape \(2,\); pass one number"),
     ("softmax_scale", "1", TypeError, "softmax_scale is str"),
@@ -173,161 +178,8 @@ def test_flags_are_true_or_false(value):
 def test_numbers_on_the_host():
     assert non_negative("n", np.array(3)) == 3
     assert number("x", np.float16(0.5)) == 0.5
+    with pytest.raises(ValueError, match="must be finite"):
+        number("x", 10**400)
     for value in (None, 1j, np.array("a"), object()):
         with pytest.raises(TypeError, match="pass a Python or NumPy number"):
             number("x", value)
-
-
-# Writing to the cache
-
-
-def write_args():
-    key = np.ones((3, 2, 8), np.float16)
-    cache = np.full((2, 4, 4, 2, 8), 7, np.float16)
-    return {
-        "key": key, "value": key, "key_cache": cache[0], "value_cache": cache[1],
-        "slot_mapping": np.array([1, 2, -1]), "kv_cache_dtype": "auto", "k_scale": 1.0,
-        "v_scale": 1.0,
-    }  # fmt: skip
-
-
-WRITE = [
-    ("key", None, TypeError, "key is None"),
-    ("key", lambda k: k[:2], ValueError, "3 slots, but key and value have 2 tokens"),
-    ("key", lambda k: k.astype(np.float64), TypeError, "key is float64 and value float16"),
-    ("key", lambda k: k[:, :1], ValueError, r"\[Hk, D\] is \[1, 8\] in key"),
-    ("key_cache", lambda c: c[..., ::2], ValueError, "key_cache .* contiguous"),
-    ("key_cache", lambda c: c[:3], ValueError, r"\[num_blocks, block_size\] \[3, 4\]"),
-    ("key_cache", lambda c: c.astype(BF16), TypeError, "key_cache is bfloat16 and value_cache"),
-    ("key_cache", lambda c: np.broadcast_to(c[:1], c.shape), ValueError, "slots share memory"),
-    ("slot_mapping", lambda s: s.astype(np.int16), TypeError, "int16; it must be int32 or int64"),
-    ("slot_mapping", lambda s: s[None], ValueError, r"it must be contiguous \[tokens\]"),
-    (
-        "slot_mapping",
-        np.array([1, 16, 2]),
-        ValueError,
-        r"slot_mapping\[1\]=16 must be less than 16",
-    ),
-    ("kv_cache_dtype", "fp4", ValueError, "kv_cache_dtype='fp4' is not an fp8 format"),
-    ("kv_cache_dtype", "fp8", TypeError, "but the cache is float16; use uint8 or float8_e4m3fn"),
-    ("kv_cache_dtype", "bfloat16", TypeError, 'but the cache is float16; use "auto"'),
-    ("k_scale", 2.0, ValueError, "k_scale=2.0: a cache in fp16 takes no scale; use 1.0"),
-    ("k_scale", 0.0, ValueError, "k_scale=0.0 must be positive"),
-    ("k_scale", float("nan"), ValueError, "k_scale=nan must be finite"),
-    ("v_scale", np.ones(3, "f4"), ValueError, r"v_scale has shape \(3,\); it must be \[2\], \[1\]"),
-    ("v_scale", np.ones(2), TypeError, "v_scale is float64; it must be float32"),
-    ("stream", 0, ValueError, "stream given, but NumPy arrays"),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "error", "words"), WRITE)
-def test_writes(name, change, error, words):
-    args = write_args()
-    caches = args["key_cache"], args["value_cache"]
-    args[name] = change(args[name]) if callable(change) else change
-    with pytest.raises(error, match=words):
-        cupyflash.reshape_and_cache_flash(**args)
-    assert all((cache == 7).all() for cache in caches)
-
-
-def test_writes_to_bytes_need_a_format_that_is_known():
-    args = write_args()
-    args["key_cache"], args["value_cache"] = np.zeros((2, 4, 4, 2, 8), np.uint8)
-    with pytest.raises(
-        TypeError, match=r"'auto', but the cache is uint8; name its format \(fp8_e4m3"
-    ):
-        cupyflash.reshape_and_cache_flash(**args)
-
-
-def test_writes_change_one_16_bit_type_to_another_only_if_asked():
-    args = write_args()
-    args["key_cache"], args["value_cache"] = np.zeros((2, 4, 4, 2, 8), BF16)
-    words = "key is fp16 and the cache bf16; use a fp16 cache, or .* kv_cache_dtype='bfloat16'"
-    with pytest.raises(TypeError, match=words):
-        cupyflash.reshape_and_cache_flash(**args)
-    cupyflash.reshape_and_cache_flash(**{**args, "kv_cache_dtype": "bfloat16"})
-    assert (args["key_cache"][0, 1] == 1).all()
-    args.update(key=args["key"].astype("f4") * 2, value=args["value"].astype("f4"))
-    cupyflash.reshape_and_cache_flash(**args)
-    assert (args["key_cache"][0, 1] == 2).all()
-
-
-def test_writes_do_not_widen():
-    args = write_args()
-    args["key_cache"], args["value_cache"] = np.zeros((2, 4, 4, 2, 8), np.float32)
-    for spelling in ("auto", "float32"):
-        with pytest.raises(TypeError, match=r"key is fp16 and the cache fp32; use a fp16 cache$"):
-            cupyflash.reshape_and_cache_flash(**{**args, "kv_cache_dtype": spelling})
-
-
-# Merging
-
-
-def merge_args():
-    state, lse = np.ones((3, 2, 8), np.float16), np.zeros((2, 3), np.float32)
-    output = np.full((3, 2, 8), 7, np.float16)
-    return {
-        "output": output, "prefix_output": state, "prefix_lse": lse, "suffix_output": state,
-        "suffix_lse": lse,
-    }  # fmt: skip
-
-
-MERGE = [
-    ("output", None, TypeError, "output is None"),
-    ("output", lambda o: o[0], ValueError, r"it must be \[tokens, Hq, D\]"),
-    (
-        "output",
-        lambda o: o.astype(np.float32),
-        TypeError,
-        "for states in fp16 use the same, or e4m3",
-    ),
-    (
-        "output",
-        lambda o: o.view(np.uint8)[..., :8],
-        ValueError,
-        "output is e4m3 and needs output_sc",
-    ),
-    ("prefix_output", None, TypeError, r"prefix_output is None; it must be an array \[3, 2, 8\]"),
-    ("prefix_output", lambda p: p[:2], ValueError, r"must be \[3, 2, 8\], of the output"),
-    ("suffix_output", lambda s: s.astype(BF16), TypeError, "suffix_output bfloat16; use one of"),
-    (
-        "suffix_output",
-        lambda s: s.repeat(2, 2)[..., ::2],
-        ValueError,
-        "suffix_output .* contiguous",
-    ),
-    ("prefix_lse", lambda x: x.T, ValueError, r"prefix_lse .* must be \[2, 3\], \[Hq, tokens\]"),
-    ("suffix_lse", lambda x: x.astype(np.float64), TypeError, "suffix_lse is float64"),
-    ("output_lse", np.zeros((2, 3)), TypeError, "output_lse is float64; it must be float32"),
-    ("output_lse", np.broadcast_to(np.float32(0), (2, 3)), ValueError, "its elements share memory"),
-    ("s_aux", np.zeros(3, "f4"), ValueError, r"s_aux has shape \(3,\); it must be \[2\]"),
-    ("output_scale", 1.0, ValueError, "belongs to an e4m3 output, not fp16; drop it"),
-    ("prefill_tokens_with_context", -1, ValueError, "prefill_tokens_with_context=-1"),
-    ("stream", 0, ValueError, "stream given, but NumPy arrays"),
-]
-
-
-@pytest.mark.parametrize(("name", "change", "error", "words"), MERGE)
-def test_merges(name, change, error, words):
-    args = merge_args()
-    output = args["output"]
-    args[name] = change(args[name]) if callable(change) else change
-    with pytest.raises(error, match=words):
-        cupyflash.merge_attn_states(**args)
-    assert (output == 7).all()
-
-
-@pytest.mark.parametrize(
-    ("scale", "error", "words"),
-    [
-        (0.0, ValueError, "output_scale=0.0 must be positive"),
-        (np.ones(2, np.float32), TypeError, r"output_scale is float32 \(2,\); .* float32 \[1\]"),
-        (np.ones(1), TypeError, "output_scale is float64"),
-        ("1", TypeError, "output_scale is str"),
-    ],
-)
-def test_scales_of_merges(scale, error, words):
-    args = merge_args()
-    args.update(output=np.zeros((3, 2, 8), np.uint8), output_scale=scale)
-    with pytest.raises(error, match=words):
-        cupyflash.merge_attn_states(**args)

@@ -11,7 +11,7 @@ from .foreign import is_array
 from .gpu_key import gpu_key
 from .layout import Layout
 from .problem import AttentionProblem, describe
-from .rules.numbers import flag, name_of_type, non_negative, number
+from .rules.numbers import MOST_TOKENS, flag, name_of_type, non_negative, number, token_bound
 from .rules.score import window
 
 __all__ = ["Call", "prepare", "refuse_options", "scale_argument"]
@@ -73,12 +73,12 @@ def prepare(
         As ``flash_attn_varlen_func``.
     """
     # What is of the right type already is passed on; the rest is converted or refused.
-    if type(max_seqlen_q) is not int or max_seqlen_q < 0:
-        max_seqlen_q = non_negative("max_seqlen_q", max_seqlen_q)
-    if type(max_seqlen_k) is not int or max_seqlen_k < 0:
-        max_seqlen_k = non_negative("max_seqlen_k", max_seqlen_k)
-    if type(num_splits) is not int or num_splits < 0:
-        num_splits = non_negative("num_splits", num_splits)
+    if type(max_seqlen_q) is not int or not 0 <= max_seqlen_q <= MOST_TOKENS:
+        max_seqlen_q = token_bound("max_seqlen_q", max_seqlen_q)
+    if type(max_seqlen_k) is not int or not 0 <= max_seqlen_k <= MOST_TOKENS:
+        max_seqlen_k = token_bound("max_seqlen_k", max_seqlen_k)
+    if type(num_splits) is not int or not 0 <= num_splits <= MOST_TOKENS:
+        num_splits = min(non_negative("num_splits", num_splits), MOST_TOKENS)
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = number("softmax_scale", softmax_scale)
     if type(softcap) is not float:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Footprint", "check_in_place", "footprint"]
+__all__ = ["Footprint", "check_in_place", "footprint", "share_memory"]
 
 Spec = tuple[tuple[int, ...], Any, tuple[int, ...]]
 
@@ -39,18 +39,21 @@ def check_in_place(
     ValueError
         They share memory in another way: elements would be overwritten before they are read.
     """
-    if start + output.low >= other_start + other.high:
-        return
-    if other_start + other.low >= start + output.high:
-        return
     same = output.spec[1].itemsize == other.spec[1].itemsize and output.spec[2] == other.spec[2]
     if start == other_start and same:
         return
-    if np.shares_memory(_shadow(start, output.spec), _shadow(other_start, other.spec)):
+    if share_memory(start, output, other_start, other):
         raise ValueError(
             f"{names[0]} overlaps {names[1]} but is not the same array; use that array itself, or "
             "memory of its own"
         )
+
+
+def share_memory(start: int, one: Footprint, other_start: int, other: Footprint) -> bool:
+    """Whether an element of one lies where an element of the other does."""
+    if start + one.low >= other_start + other.high or other_start + other.low >= start + one.high:
+        return False
+    return bool(np.shares_memory(_shadow(start, one.spec), _shadow(other_start, other.spec)))
 
 
 def _shadow(start: int, spec: Spec) -> Any:

@@ -19,7 +19,14 @@ from .rules.operands import (
     operand_types,
     output_type,
 )
-from .rules.score import check_alibi, check_descales, check_sink, check_softcap, window
+from .rules.score import (
+    check_alibi,
+    check_descales,
+    check_scale,
+    check_sink,
+    check_softcap,
+    window,
+)
 from .rules.sequences import check_sequences
 
 __all__ = ["AttentionProblem", "describe"]
@@ -161,6 +168,8 @@ def describe(
     check_alibi(a.alibi_slopes, batch, heads_q)
     check_sink(a.s_aux, heads_q)
     check_descales(descales, q_type, kv_type, batch, heads_kv)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    check_scale(scale, descales)
     return AttentionProblem(
         batch=batch,
         total_q=total_q,
@@ -177,7 +186,7 @@ def describe(
         max_blocks=a.block_table.shape[1] if paged else 0,
         window_left=left,
         window_right=right,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else softmax_scale,
+        softmax_scale=scale,
         softcap=softcap,
         has_alibi=a.alibi_slopes is not None,
         alibi_per_batch=a.alibi_slopes is not None and len(a.alibi_slopes.shape) == 2,

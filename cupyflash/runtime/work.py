@@ -13,6 +13,7 @@ from .call import Call
 from .device import Device
 from .launch import launch
 from .params import KernelArgs
+from .placement import check_placement
 from .plan import Plan
 from .workspace import with_memory
 
@@ -104,10 +105,15 @@ def queue_work(
 
     Raises
     ------
+    ValueError
+        As `check_placement`.
     CaptureError, CompileError
         As `compile.load_kernel`; or memory would be allocated during a capture.
     """
-    out, lse = found or results(call, device, stream)
+    if found is None:
+        check_placement(call, device)
+        found = results(call, device, stream)
+    out, lse = found
 
     def with_block(block: Any, counters: Any) -> None:
         queue(Work(call, device, out, lse, block, counters, stream))
@@ -127,7 +133,8 @@ def usable_bytes(call: Call, device: Device, workspace: Any) -> int | None:
     if workspace is None:
         return None
     place(("q", "workspace"), (call.arrays.q, workspace))
-    if workspace.dtype != _UINT8 or workspace.ndim != 1 or workspace.strides != (1,):
+    contiguous = workspace.strides == (1,) or workspace.size < 2
+    if workspace.dtype != _UINT8 or workspace.ndim != 1 or not contiguous:
         raise ValueError(
             f"workspace is {workspace.dtype} {workspace.shape}; it must be contiguous uint8 "
             "[nbytes]"

@@ -7,11 +7,16 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["flag", "name_of_type", "non_negative", "number"]
+__all__ = ["MOST_TOKENS", "flag", "name_of_type", "non_negative", "number", "token_bound"]
+
+MOST_TOKENS = 1 << 30
+"""Of one request: kernels count its keys and positions in 32 bits."""
+
+_LARGEST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 def number(name: str, value: Any) -> float:
-    """A finite real number: Python's, NumPy's, or a 0-d NumPy array.
+    """A real number, finite in float32: Python's, NumPy's, or a 0-d NumPy array.
 
     Raises
     ------
@@ -22,9 +27,15 @@ def number(name: str, value: Any) -> float:
     """
     if type(value) is not float:
         value = _host_scalar(name, value, (int, float, np.integer, np.floating), "number")
-    if not math.isfinite(value):
+    try:
+        found = float(value)
+    except OverflowError:  # of an int
+        found = math.inf
+    if not math.isfinite(found):
         raise ValueError(f"{name}={value} must be finite")
-    return float(value)
+    if abs(found) > _LARGEST_FLOAT32:
+        raise ValueError(f"{name}={value} must be finite in float32, at most {_LARGEST_FLOAT32}")
+    return found
 
 
 def non_negative(name: str, value: Any) -> int:
@@ -40,6 +51,24 @@ def non_negative(name: str, value: Any) -> int:
     found = int(_host_scalar(name, value, (int, np.integer), "integer"))
     if found < 0:
         raise ValueError(f"{name}={found} must be at least 0")
+    return found
+
+
+def token_bound(name: str, value: Any) -> int:
+    """An upper bound of the tokens of a request.
+
+    Raises
+    ------
+    TypeError
+        It is not an integer that is known on the host.
+    ValueError
+        It is negative, or more than a request may have.
+    """
+    found = non_negative(name, value)
+    if found > MOST_TOKENS:
+        raise ValueError(
+            f"{name}={found}: a request has at most {MOST_TOKENS} tokens; pass the bound of yours"
+        )
     return found
 
 

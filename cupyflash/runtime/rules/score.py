@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,24 @@ import numpy as np
 from cupyflash.runtime.arrays import ArraySpec
 from cupyflash.runtime.dtypes import ScalarType, scalar_type
 
+from .numbers import MOST_TOKENS, number
 from .operands import check_operand
 
-__all__ = ["check_alibi", "check_descales", "check_sink", "check_softcap", "window"]
+__all__ = [
+    "check_alibi",
+    "check_descales",
+    "check_scale",
+    "check_sink",
+    "check_softcap",
+    "window",
+]
 
 
 def window(window_size: tuple[Any, ...] | None, causal: bool) -> tuple[int, int]:
-    """The inclusive reach to the left and right; -1 is open, causal closes the right."""
+    """The inclusive reach to the left and right; -1 is open, causal closes the right.
+
+    A side that reaches past every request is open.
+    """
     if window_size is None:
         return -1, 0 if causal else -1
     if len(window_size) != 2 or not all(
@@ -28,12 +40,29 @@ def window(window_size: tuple[Any, ...] | None, causal: bool) -> tuple[int, int]
             f"window_size={window_size}: a side is the number of keys to see there, or -1 for all; "
             f"the nearest is ({max(left, -1)}, {max(right, -1)})"
         )
+    left, right = (-1 if side >= MOST_TOKENS else side for side in (left, right))
     return left, 0 if causal else right
+
+
+_SOFTCAPS = 1e-30, 1e30  # scores are divided by it, and multiplied
 
 
 def check_softcap(softcap: float) -> None:
     if softcap < 0:
         raise ValueError(f"softcap={softcap} must be positive, or 0 for none")
+    least, most = _SOFTCAPS
+    if softcap and not least <= softcap <= most:
+        raise ValueError(
+            f"softcap={softcap} must be 0 for none, or from {least} to {most}; the nearest is "
+            f"{min(max(softcap, least), most)}"
+        )
+
+
+def check_scale(softmax_scale: float, descales: tuple[Any, ...]) -> None:
+    """The scale of the scores with the descales that are numbers is one of float32."""
+    given = {"softmax_scale": softmax_scale, "q_descale": descales[0], "k_descale": descales[1]}
+    numbers = {name: value for name, value in given.items() if isinstance(value, float)}
+    number(" * ".join(numbers), math.prod(numbers.values()))
 
 
 def check_alibi(slopes: ArraySpec | None, batch: int, heads_q: int) -> None:
