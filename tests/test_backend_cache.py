@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from steps import LAYOUTS, Case, Made
+from step_cases import LAYOUTS, Case
+from steps import Made
 
 from cupyflash.backend import AttentionType
 from cupyflash.testing import write_oracle

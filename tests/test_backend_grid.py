@@ -9,7 +9,8 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
-from steps import Case, Made
+from step_cases import Case
+from steps import Made
 
 BATCHES = {
     "small_decode": [(1, 32), (1, 40)],

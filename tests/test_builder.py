@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import GRAPHS, Case, Made, address, cases
+from step_cases import Case, cases
+from steps import GRAPHS, Made, address
 
 from cupyflash.backend import BackendConfig, KVCacheSpec
 from cupyflash.backends import FlashAttentionImpl, FlashAttentionMetadataBuilder

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import GRAPHS, Case, Made, address
+from step_cases import Case
+from steps import GRAPHS, Made, address
 
 from cupyflash.distributed import Sharding
 

@@ -7,7 +7,8 @@ import pytest
 from emulator import emulated
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import Case, Made, cases
+from step_cases import Case, cases
+from steps import Made
 
 from cupyflash import use_cascade_attention
 from cupyflash.backends.common_prefix import (

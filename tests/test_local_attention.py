@@ -7,7 +7,8 @@ import pytest
 from batches import starts
 from hypothesis import given
 from hypothesis import strategies as st
-from steps import Case, Made, cases
+from step_cases import Case, cases
+from steps import Made
 
 from cupyflash.backends import ChunkedLocalAttentionBuilder
 from cupyflash.backends.local_attention import make_local_attention_virtual_batches
