@@ -73,6 +73,12 @@ def find_prefix_tree(
     _check(table, lengths, starts, block_size, levels)
     batch = table.shape[0]
     if on_host:
+        held = table.shape[1] * block_size
+        if batch and not 0 <= lengths.min() <= lengths.max() <= held:
+            raise ValueError(
+                f"seqused_k is from {lengths.min()} to {lengths.max()}; a table of "
+                f"{table.shape[1]} blocks of {block_size} holds 0 to {held}"
+            )
         queries = np.ones(batch, np.int64) if starts is None else np.diff(starts)
         computed = np.where(queries > 0, lengths - queries, 0)
         groups = shared_groups(table, computed, block_size, levels=levels, null_block=null_block)
