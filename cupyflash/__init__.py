@@ -25,6 +25,7 @@ from .quantize import quantize_fp8
 from .runtime.workspace import free_workspaces
 from .scheduler_metadata import SchedulerMetadata, get_scheduler_metadata
 from .shared_prefix import PrefixSchedule, get_prefix_schedule
+from .side_stream import SideStream
 from .warmup import warmup, workspace_size
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "PrefixSchedule",
     "PrefixTree",
     "SchedulerMetadata",
+    "SideStream",
     "cascade_attention",
     "concat_and_cache_mla",
     "explain",

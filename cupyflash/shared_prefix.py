@@ -19,6 +19,7 @@ from .runtime.problem import AttentionProblem
 from .runtime.rules.sequences import check_lengths
 from .runtime.shared_launch import Sharing, attend_shared, schedule_shared
 from .runtime.shared_plan import SharedPlan, make_shared_plan, shared_refusal
+from .side_stream import SideStream
 
 __all__ = ["PrefixSchedule", "attend_once", "get_prefix_schedule", "sharing_of_tree"]
 
@@ -33,10 +34,13 @@ class PrefixSchedule:
         The schedule, and room for partial results.
     needs : tuple
         What the calls must have in common with it.
+    side : SideStream, optional
+        Where it was made, if beside the stream of the calls: the first of them waits.
     """
 
     buffer: Any
     needs: tuple[Any, ...]
+    side: SideStream | None = None
 
 
 def _needs(problem: AttentionProblem, plan: SharedPlan, sharing: Sharing) -> tuple[Any, ...]:
@@ -97,6 +101,7 @@ def get_prefix_schedule(
     out : array [nbytes], uint8, optional
         The ``buffer`` of an earlier schedule, so that its address stays (CUDA graphs). New if None.
     stream : int or stream, optional
+        A `SideStream` hides it behind the launches in front of the step's first attention.
 
     Returns
     -------
@@ -146,7 +151,8 @@ def get_prefix_schedule(
     elif out.nbytes < nbytes:
         raise ValueError(f"out holds {out.nbytes} bytes; this schedule needs {nbytes}")
     schedule_shared(problem, plan, sharing, device, (starts, lengths), out, queue)
-    return PrefixSchedule(out, _needs(problem, plan, sharing))
+    side = stream if isinstance(stream, SideStream) else None
+    return PrefixSchedule(out, _needs(problem, plan, sharing), side)
 
 
 def sharing_of_tree(tree: PrefixTree) -> Sharing:
@@ -200,6 +206,8 @@ def attend_once(
     given = stream_handle(stream)
     queue = device.current_stream() if given is None else given
     made = None if schedule is None else schedule.buffer
+    if schedule is not None and schedule.side is not None:
+        schedule.side.join_once(queue)
     attend_shared(call, plan, sharing, device, made, queue, schedule is not None)
     return ""
 

@@ -40,12 +40,29 @@ __device__ __forceinline__ void fetch_lengths(const AttentionParams &p, const Sh
   }
 }
 
+// Queries, and of a schedule made ahead where this CTA begins and which rows are gathered.
+__device__ __forceinline__ void fetch_starts(const AttentionParams &p, const SharedParams &s,
+                                             bool inside) {
+  const i64 line = (blockIdx.x * kThreads + threadIdx.x) * 128;
+  if (line < (p.total_q - 1) * p.q_token_stride + 2 * p.head_dim) prefetch_l2(p.q + line);
+  if (inside) return;
+  const int n = threadIdx.x - 32, cta = blockIdx.x;
+  if (n == 0 || n == 1) prefetch_l2(s.own_starts + cta * kOwnWarps + n * 2);
+  if (n == 2) prefetch_l2(s.group_starts + 4 * cta);
+  if (line < s.levels * p.total_q * 16) {
+    prefetch_l2(reinterpret_cast<const char *>(s.tokens) + line);
+  }
+}
+
 // What the merge will look up: it comes from far, and the merge has nothing else to do meanwhile.
-__device__ __forceinline__ void fetch_rows(const AttentionParams &p, const SharedParams &s) {
+__device__ __forceinline__ void fetch_rows(const AttentionParams &p, const SharedParams &s,
+                                           int4 near) {
   const int rows = p.batch * s.most_tokens * p.heads_q, lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int row = blockIdx.x + lane * gridDim.x; row < rows; row += 32 * gridDim.x) {
-    prefetch_l2(s.rows + row);
+  for (int row = near.x + lane; row < near.y && s.near; row += 32) prefetch_l2(s.rows + row);
+#pragma unroll 1
+  for (int row = blockIdx.x + lane * gridDim.x; row < rows && !near.z; row += 32 * gridDim.x) {
+    prefetch_l2(s.rows + rows + row);
   }
 }
 }  // namespace
@@ -69,23 +86,27 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     for (int i = 0; i < kOwnWarps * V::kOwnStages; ++i) {
       mbarrier_init(base + S::kOwnFull + 8 * i, 1);
     }
-    mbarrier_init(base + S::kDone, kMergers), mbarrier_init(base + S::kOpen, 1);
+    mbarrier_init(base + S::kDone, V::kParts ? kMergers : 32 * kOwnWarps);
+    mbarrier_init(base + S::kOpen, 1);
+    mbarrier_init(base + S::kTilesDone, 256), mbarrier_init(base + S::kTilesOpen, 1);
     mbarrier_init(base + S::kNever, 1);
     mbarrier_init(base + S::kRows, inside ? kThreads - kFirstOfRows : 1);
     mbarrier_init_fence();
     if (!inside) mbarrier_arrive(base + S::kRows);
+    for (int i = 0; i < kOwnWarps; ++i) store_release_shared(base + S::kProgress + 4 * i, 0);
     prefetch_tensor_map(&own_k), prefetch_tensor_map(&own_v);
     prefetch_tensor_map(&shared_k), prefetch_tensor_map(&shared_v);
   }
   // The table is read after the schedule, and should be near by then.
   const int line = (blockIdx.x * kThreads + threadIdx.x) * 128;
   if (line < d.table_bytes) prefetch_l2(p.block_table + line);
+  fetch_starts(p, s, inside);
   if (inside) fetch_lengths(p, s);
   __syncthreads();
   wait_for_earlier_launches();
   let_later_launches_start();
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
-  SharedStarts starts{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + blockIdx.x};
+  SharedStarts starts{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + 4 * blockIdx.x};
   if (inside) {
     starts = {reinterpret_cast<OwnStart *>(smem + S::kOwnStarts),
               reinterpret_cast<int4 *>(smem + S::kGroupStarts)};
@@ -95,12 +116,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     fence_async_proxy();
     __syncthreads();
     if (threadIdx.x >= kFirstOfRows) {
-      schedule.rows(blockIdx.x, threadIdx.x - kFirstOfRows, kThreads - kFirstOfRows);
+      schedule.rows(blockIdx.x, starts.groups[3], threadIdx.x - kFirstOfRows,
+                    kThreads - kFirstOfRows);
       fence_async_proxy();
       mbarrier_arrive(base + S::kRows);
     }
   } else if (threadIdx.x / 32 == 5) {
-    fetch_rows(p, s);
+    fetch_rows(p, s, starts.groups[3]);
   }
   const auto again = [&] {  // a register of one role, not of all
     u32 found = base;
@@ -114,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     take_registers<V::kOwnRegisters>();
     OwnKeys<V> keys(p, d, s, &own_k, &own_v, starts.own[threadIdx.x / 32], again());
     keys.run();
-    SharedMerge<V>(p, d, s).run(keys.base(), threadIdx.x / 32, threadIdx.x / 32 == 0);
+    SharedMerge<V>(p, d, s).run(keys.base(), threadIdx.x / 32, starts.groups[3]);
   } else {
     take_registers<V::kTileRegisters>();
     SharedProducts<V>(p, d, s, again(), role - 2).run(starts);

@@ -23,8 +23,9 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
   wait_for_earlier_launches();
   const SharedSchedule<kMostRequests> schedule(
       p, d, s, *reinterpret_cast<ScheduleScratch<kMostRequests> *>(smem), gridDim.x);
-  const SharedStarts to{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + blockIdx.x};
+  const SharedStarts to{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + 4 * blockIdx.x};
   schedule.starts(blockIdx.x, to, true);
-  schedule.rows(blockIdx.x, threadIdx.x, blockDim.x);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *s.arrivals = 0;
+  __syncthreads();
+  schedule.rows(blockIdx.x, to.groups[3], threadIdx.x, blockDim.x);
+  if (blockIdx.x == 0 && threadIdx.x < 2) s.arrivals[threadIdx.x] = 0;
 }

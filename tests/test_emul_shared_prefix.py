@@ -11,7 +11,7 @@ from prefixes import SHARED, cascade, make_shared, once, schedule_of, shared_cas
 from test_cascade import cascade as cascade_of
 from test_cascade import check_cascade, empty_output, shared_case
 
-from cupyflash import AttentionBounds, workspace_size
+from cupyflash import AttentionBounds, SideStream, workspace_size
 from cupyflash.prefix_tree import prefix_tree
 from cupyflash.runtime.shared_plan import make_shared_plan, shared_plans
 
@@ -153,6 +153,27 @@ def test_layers_share_a_schedule_that_was_made_ahead():
         assert names == ["schedule_shared", *["attention_shared"] * 3]
         again = schedule_of(inputs, tree, out=schedule.buffer)
         assert again.buffer is schedule.buffer
+
+
+def test_a_schedule_made_on_a_side_stream_is_waited_for_once():
+    inputs, tree = make_shared(SHARED, LEVELS)
+    with emulated("sm_90", num_sms=3) as device:
+        ordered = []
+        device.order = lambda first, then: ordered.append((first, then))
+        side = SideStream(inputs.args["seqused_k"])
+        schedule = schedule_of(inputs, tree, stream=side)
+        assert (schedule.side, ordered) == (side, [(0, 1)])
+        for _ in range(2):
+            cascade(inputs, tree, prefix_scheduler_metadata=schedule)
+        assert ordered == [(0, 1), (1, 0)]
+        side.join(7)
+        assert ordered[2:] == [(1, 7)]
+
+
+def test_the_cpu_has_no_side_stream():
+    side = SideStream(np.zeros(3, np.int32))
+    side.join()
+    assert side.ptr is None
 
 
 def test_schedules_for_other_calls_are_refused():

@@ -15,6 +15,7 @@ from cupyflash.fa_version import current_capability
 from cupyflash.runtime.device import device_for
 from cupyflash.runtime.shared_plan import shared_refusal
 from cupyflash.shared_prefix import PrefixSchedule, get_prefix_schedule
+from cupyflash.side_stream import SideStream
 
 from .flash_attn_metadata import FlashAttentionMetadata
 from .layer_group import LayerGroup
@@ -60,7 +61,10 @@ class PrefixSharing:
     def schedule(
         self, step: FlashAttentionMetadata, prefix: int, tokens: int
     ) -> PrefixSchedule | None:
-        """One for all layers, where they are served by one launch each."""
+        """One for all layers, where they are served by one launch each.
+
+        Beside the launches in front of the first attention, which waits for it.
+        """
         spec = self.spec
         return get_prefix_schedule(
             step.seq_lens.shape[0],
@@ -76,6 +80,7 @@ class PrefixSharing:
             spec.block_size,
             common_prefix_len=prefix,
             num_splits=step.max_num_splits,
+            stream=SideStream(step.seq_lens),
         )
 
     def _wins(self, prefix: int, queries: Any, keys: Any, num_sms: int) -> bool:

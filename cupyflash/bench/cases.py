@@ -6,7 +6,10 @@ import random
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = ["BenchCase", "bench_cases"]
+__all__ = ["STEP_FEATURES", "BenchCase", "bench_cases"]
+
+STEP_FEATURES = 4096
+"""Of a token, in front of the projection of a case that has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,9 @@ class BenchCase:
         Shared prefixes, outermost first: (tokens of the level, requests that share it).
     scheduled : bool
         Whether their schedule is made ahead; else every call makes it.
+    step : str
+        ``step``: the weights of a projection are read and the keys of the step written in front of
+        the attention; ``hidden``: and meanwhile the prefixes are found and their schedule is made.
     """
 
     name: str
@@ -51,6 +57,7 @@ class BenchCase:
     kv_type: str = "bf16"
     prefix_levels: tuple[tuple[int, int], ...] = ()
     scheduled: bool = True
+    step: str = ""
 
     @property
     def total_q(self) -> int:
@@ -105,6 +112,8 @@ class BenchCase:
         q_bytes = 1 if self.q_type == "e4m3" else 2
         kv_bytes = 1 if self.kv_type == "e4m3" else 2
         kv = self.distinct_k * self.num_heads_kv * width * kv_bytes
+        if self.step:
+            kv += STEP_FEATURES * (heads + 2 * self.num_heads_kv) * self.head_dim * 2
         return kv + tokens * heads * (self.head_dim * q_bytes + self.head_dim_v * 2)
 
     def _requests(self) -> list[tuple[int, int]]:
@@ -256,7 +265,10 @@ def _shared() -> list[BenchCase]:
             prefix_levels=tree,
         )
     )
-    found += [replace(case, name=f"{case.name}/inside", scheduled=False) for case in found]
+    plain = list(found)
+    found += [replace(case, name=f"{case.name}/inside", scheduled=False) for case in plain]
+    for step in ("step", "hidden"):
+        found += [replace(case, name=f"{case.name}/{step}", step=step) for case in plain]
     found.append(BenchCase("shared-prefix/b64/p0+s256", q_lens=(1,) * 64, k_lens=(256,) * 64))
     return found
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .inputs import BenchInputs
+from .step import step
 
 __all__ = ["NoKernelError", "cupyflash"]
 
@@ -52,20 +53,38 @@ def _latent(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
 
 
 def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
-    """Every shared key read once, by a schedule made ahead or in the call."""
+    """Every shared key read once, by a schedule made ahead, in the call or beside a projection."""
     case = inputs.case
     host = cf.prefix_tree(case.prefix_groups, inputs.batch)
     tree = cf.PrefixTree(host.batch, host.levels, inputs.xp.asarray(host.buffer))
-    schedule = case.scheduled and cf.get_prefix_schedule(
-        inputs.batch, case.total_q, inputs.max_seqlen_q, inputs.max_seqlen_k, case.num_heads_q,
-        case.num_heads_kv, case.head_dim, inputs.seqused_k, "bfloat16", inputs.cu_seqlens_q,
-        case.page_size, prefix_tree=tree,
-    )  # fmt: skip
-    return lambda: cf.cascade_attention(
-        inputs.out, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q, None,
-        None, inputs.seqused_k, inputs.max_seqlen_k, inputs.softmax_scale, None, case.window,
-        case.softcap, inputs.block_table, 0, 0, None, schedule or None, prefix_tree=tree,
-    )  # fmt: skip
+
+    def schedule_on(stream: Any = None, out: Any = None) -> Any:
+        return cf.get_prefix_schedule(
+            inputs.batch, case.total_q, inputs.max_seqlen_q, inputs.max_seqlen_k, case.num_heads_q,
+            case.num_heads_kv, case.head_dim, inputs.seqused_k, "bfloat16", inputs.cu_seqlens_q,
+            case.page_size, prefix_tree=tree, out=out, stream=stream,
+        )  # fmt: skip
+
+    schedule = schedule_on() if case.scheduled else None
+    memory = None if schedule is None else schedule.buffer
+
+    def attend() -> None:
+        cf.cascade_attention(
+            inputs.out, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q,
+            None, None, inputs.seqused_k, inputs.max_seqlen_k, inputs.softmax_scale, None,
+            case.window, case.softcap, inputs.block_table, 0, 0, None, schedule, prefix_tree=tree,
+        )  # fmt: skip
+
+    def find_and_deal(side: Any) -> None:
+        cf.find_prefix_tree(
+            inputs.block_table, inputs.seqused_k, case.page_size, levels=tree.levels,
+            out=tree.buffer, stream=side,
+        )  # fmt: skip
+        schedule_on(side, memory)
+
+    if case.step:
+        return step(inputs, cf, attend, find_and_deal if case.step == "hidden" else None)
+    return attend
 
 
 def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:

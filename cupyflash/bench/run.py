@@ -62,6 +62,8 @@ def _time_case(
     skipped: dict[str, str] = {}
     for name in providers:
         try:
+            if case.step and name != "cupyflash":
+                raise NoKernelError("a step of cupyflash beside itself")
             calls = [
                 cupyflash(i) if name == "cupyflash" else PEERS[name](i, folder) for i in inputs
             ]

@@ -73,6 +73,7 @@ class CuPyDevice:
         self._alone = self._runtime.getDeviceCount() == 1
         self.ordinal = ordinal
         self.kernels: dict[Variant, Kernel] = {}
+        self._sides: dict[int, Any] = {}
         found = self._runtime.getDeviceProperties(ordinal)
         self.info = DeviceInfo(
             name=found["name"].decode(),
@@ -190,6 +191,12 @@ class CuPyDevice:
         """Array operations of the block run here, and on ``stream`` if it is given."""
         with self._context, self._current(stream):
             yield
+
+    def beside(self, stream: int) -> int:
+        """A stream that runs beside this one; the same at every call."""
+        with self._context:
+            made = self._sides.get(stream) or self._cp.cuda.Stream(non_blocking=True)
+            return int(self._sides.setdefault(stream, made).ptr)
 
     def order(self, first: int, then: int) -> None:
         """What is queued on stream ``then`` from here on comes after what is on ``first``."""

@@ -110,6 +110,12 @@ class Device(Protocol):
     def current_stream(self) -> int:
         """The raw handle that ``stream=None`` stands for."""
 
+    def beside(self, stream: int) -> int:
+        """A stream that runs beside this one; the same at every call."""
+
+    def order(self, first: int, then: int) -> None:
+        """What is queued on stream ``then`` from here on comes after what is on ``first``."""
+
 
 _active: ContextVar[Device | None] = ContextVar("cupyflash_device", default=None)
 

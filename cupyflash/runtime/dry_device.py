@@ -60,6 +60,12 @@ class DryDevice:
     def is_capturing(self, stream: int | None) -> bool:
         return False
 
+    def beside(self, stream: int) -> int:
+        return stream
+
+    def order(self, first: int, then: int) -> None:
+        """Nothing is queued."""
+
     def current_stream(self) -> int:
         return 0
 

@@ -217,6 +217,7 @@ def _pack(
         most_tokens=plan.most_tokens,
         row_blocks=plan.row_blocks,
         ahead=int(counters is None),
+        near=int(not plan.tile.parts),
         scale=1.0 if cap or problem.has_alibi else scale * _LOG2E,
         modify_scale=scale / cap if cap else scale * _LOG2E,
     )

@@ -15,6 +15,7 @@ from .shared_tile import (
     ROW_BYTES,
     SCRATCH_BYTES,
     SHARE_ROWS,
+    START_BYTES,
     SharedTile,
     schedule_shared_variant,
 )
@@ -159,10 +160,10 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
         ("own", (batch + ctas) * 48),
         ("own_starts", _OWN_WARPS * ctas * 64),
         ("groups", (levels * batch + ctas) * 32),
-        ("group_starts", ctas * 16),
-        ("rows", batch * rows * heads * ROW_BYTES),
+        ("group_starts", ctas * START_BYTES),
+        ("rows", 2 * batch * rows * heads * ROW_BYTES),
         ("tokens", (levels * problem.total_q + SHARE_ROWS * ctas) * 16),
-        ("arrivals", 4),
+        ("arrivals", 8),
     )
     rounded = tuple((name, -(-nbytes // 16) * 16) for name, nbytes in sizes)
     nbytes = sum(size for _, size in rounded)

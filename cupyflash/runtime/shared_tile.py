@@ -18,6 +18,7 @@ __all__ = [
     "SCRATCH_BYTES",
     "SHARED_PARAMS",
     "SHARE_ROWS",
+    "START_BYTES",
     "SharedTile",
     "schedule_shared_variant",
     "shared_variants",
@@ -35,7 +36,7 @@ SHARED_PARAMS = ParamsLayout(
         (name, "i32")
         for name in (
             *("levels", "common_keys", "added_keys", "box_shift", "tile_rows", "most_tokens"),
-            *("row_blocks", "ahead"),
+            *("row_blocks", "ahead", "near", "unused"),
         )
     ),
     ("scale", "f32"),
@@ -52,6 +53,9 @@ ROW_BYTES = 64
 
 SCRATCH_BYTES = 126_976
 """Shared memory of the schedule: a ``ScheduleScratch``."""
+
+START_BYTES = 64
+"""Of what a block starts from."""
 
 _ARCH = "sm_90a"
 _BUCKETS = {64: (8, 16), 128: (8,)}  # head sizes, and rows of a request as far as registers reach
@@ -102,8 +106,9 @@ class SharedTile:
         queries = SHARE_ROWS * self.head_dim * 2
         blocks = shared * 2 * _SHARE_KEYS * self.head_dim * 2
         rings = _OWN_WARPS * own * _OWN_STAGE_BYTES
-        barriers = -(-(4 * shared + _OWN_WARPS * own + 4) // 2) * 16
-        return queries + blocks + rings + barriers + _OWN_WARPS * 64 + 16  # and where warps start
+        barriers = -(-(4 * shared + _OWN_WARPS * own + 6) // 2) * 16
+        starts = _OWN_WARPS * 64 + START_BYTES  # where warps start
+        return queries + blocks + rings + barriers + 16 + starts
 
     @property
     def variant(self) -> Variant:

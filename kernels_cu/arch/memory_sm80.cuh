@@ -19,6 +19,20 @@ __device__ __forceinline__ u32 load_acquire(const u32 *at) {
   return value;
 }
 
+// Between the warps of a block, in shared memory.
+__device__ __forceinline__ i32 load_acquire_shared(u32 at) {
+  i32 value;
+  asm volatile("ld.acquire.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(at) : "memory");
+  return value;
+}
+
+// Between two looks: a warp that waits takes no turns of others meanwhile.
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 100;" ::: "memory"); }
+
+__device__ __forceinline__ void store_release_shared(u32 at, i32 value) {
+  asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ float4 load_from_l2(const float4 *at) {
   float4 v;
   asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"

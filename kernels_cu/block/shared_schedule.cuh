@@ -158,7 +158,7 @@ struct Place {
 // everything, but for rows(); there are at least as many as requests.
 template <int kMostRequests>
 class SharedSchedule {
-  static constexpr int kLevels = kMostLevels;
+  static constexpr int kLevels = kMostLevels, kBare = 1 << 16;
 
  public:
   // Barriers inside, the last one behind everything that is in `x`.
@@ -181,15 +181,17 @@ class SharedSchedule {
     }
     if (i < batch) mine.deal(d, i, p.window_left < 0 ? 0 : x.shared_begin[leader]);
     const int tiles = mine.own.tiles, line = tiles * mine.own.row_blocks * heads;
-    i32 value[2 + kLevels] = {line, tiles > 0}, before[2 + kLevels], all[2 + kLevels];
+    const bool bare = mine.own.q_len > 0 && !tiles;  // without own keys
+    i32 value[2 + kLevels] = {line, (tiles > 0) + kBare * bare}, before[2 + kLevels], all[2 + kLevels];
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) value[2 + l] = first_level <= l && l < depth ? q_len : 0;
     const Extremes own_segment = add_up(value, {tiles ? tiles : 0x7fffffff, tiles},
                                         2 + s.levels, before, all, x.sums[0]);
-    owners = all[1];
+    owners = all[1] % kBare;
     mine.own.line = before[0];
     if (i < batch) x.place[i] = mine.own;
-    if (tiles) x.own_line[before[1]] = before[0], x.own_place[before[1]] = i;
+    const int owner = before[1] % kBare;
+    if (tiles) x.own_line[owner] = before[0], x.own_place[owner] = i;
     if (i == 0) x.own_line[owners] = all[0];
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) {
@@ -237,7 +239,8 @@ class SharedSchedule {
     if (i == 0) x.group_line[groups] = total;
     own = Deal(all[0], own_segment.common(), own_segment.most, ctas * kOwnWarps, kFewestTiles,
                d.most_pieces);
-    shared = Deal(total, segment.common(), segment.most, ctas, kFewestBlocks, d.most_pieces);
+    shared = Deal(total, segment.common(), segment.most, ctas, p.total_q <= half_tokens(p) ? 2 * kFewestBlocks : kFewestBlocks, d.most_pieces);
+    all_near = s.near && all[1] < kBare && own.within(kOwnWarps);
     __syncthreads();
   }
 
@@ -251,9 +254,12 @@ class SharedSchedule {
       const int begin = own.span(cta * kOwnWarps).begin;
       const int end = own.span(cta * kOwnWarps + kOwnWarps - 1).end;
       const KeyRange warp = own.span(cta * kOwnWarps + i % kOwnWarps);
-      const int target = i < kOwnWarps ? warp.begin : begin;
+      const int target = i < kOwnWarps ? warp.begin : i == kOwnWarps + 1 ? end : begin;
       const int from =
           target < static_cast<int>(own.total) ? last_before(x.own_line, owners, target) : 0;
+      const int row = i < 32 ? row_at(from, target) : 0;  // in step: divisions take long
+      if (i == kOwnWarps) to.groups[3].x = row, to.groups[3].z = all_near;
+      if (i == kOwnWarps + 1) to.groups[3].y = row;
       if (i < kOwnWarps) {
         OwnStart start = {};
         start.span = make_int4(warp.begin, warp.end, from + ahead, 0);
@@ -270,31 +276,27 @@ class SharedSchedule {
       const bool some = span.begin < span.end;
       const int from = some ? last_before(x.group_line, groups, span.begin) : 0;
       if (i == half) {
-        *to.groups = make_int4(span.begin, span.end, from + ahead, ahead * row_tokens());
+        to.groups[0] = make_int4(span.begin, span.end, from + ahead, ahead * row_tokens());
+        if (some) put_group(from, to.groups + 1);
       }
 #pragma unroll 1
       for (int at = some ? from + i - half : groups;
            at < groups && x.group_line[at] < span.end; at += half) {
         if (common && x.group_line[at] < span.begin) continue;
-        const int node = x.group_node[at], l = node / kMostRequests, place = node % kMostRequests;
-        s.groups[2 * (at + ahead)] = make_int4(key_begin(l, place), x.key_end[l][place],
-                                               l * p.total_q + x.tokens_before[l][place],
-                                               tokens_of(l, place));
-        s.groups[2 * (at + ahead) + 1] = make_int4(x.group_request[l][place], x.group_line[at],
-                                                   x.group_line[at + 1], 0);
+        put_group(at, s.groups + 2 * (at + ahead));
       }
     }
     tokens(span, ahead * row_tokens(), common);
   }
 
   // How the results of a row come together, of every row that CTA `cta` merges; by `threads`.
-  __device__ __forceinline__ void rows(int cta, int thread, int threads) const {
-    const int count = p.batch * s.most_tokens * p.heads_q;
+  // `near`: of SharedStarts.
+  __device__ __forceinline__ void rows(int cta, int4 near, int thread, int threads) const {
+    const int close = s.near ? near.y - near.x : 0, all = row_count();
+    const int far = all_near ? 0 : (all - cta + ctas - 1) / ctas;
 #pragma unroll 1
-    for (int n = cta + thread * ctas; n < count; n += threads * ctas) {
-      const int in_batch = n / p.heads_q, q_head = n - in_batch * p.heads_q;
-      const int place = in_batch / s.most_tokens, in_request = in_batch - place * s.most_tokens;
-      write_row(s.rows[n], place, in_request, q_head);
+    for (int i = thread; i < close + far; i += threads) {
+      write_row(i < close ? near.x + i : cta + (i - close) * ctas, i < close);
     }
   }
 
@@ -306,7 +308,26 @@ class SharedSchedule {
   const int ctas;
   Deal own, shared;
   int owners, groups;
+  bool all_near;
 
+  __device__ __forceinline__ int row_count() const {
+    return p.batch * s.most_tokens * p.heads_q;
+  }
+  // The first row of the segment at a position of the line of own keys, that of the from-th owner.
+  __device__ __forceinline__ int row_at(int from, int at) const {
+    if (at >= static_cast<int>(own.total)) return row_count();
+    const int place = x.own_place[from];
+    const OwnRequest &of = x.place[place];
+    const int segment = (at - of.line) / of.tiles, head = segment / of.row_blocks;
+    return (place * p.heads_kv + head) * s.most_tokens * p.group +
+           (segment - head * of.row_blocks) * d.row_block;
+  }
+  __device__ __forceinline__ void put_group(int at, int4 *to) const {
+    const int node = x.group_node[at], l = node / kMostRequests, place = node % kMostRequests;
+    to[0] = make_int4(key_begin(l, place), x.key_end[l][place],
+                      l * p.total_q + x.tokens_before[l][place], tokens_of(l, place));
+    to[1] = make_int4(x.group_request[l][place], x.group_line[at], x.group_line[at + 1], 0);
+  }
   __device__ __forceinline__ int row_tokens() const { return 2 * half_tokens(p); }
   // Of the group of a level that begins at a place.
   __device__ __forceinline__ int key_begin(int level, int place) const {
@@ -341,18 +362,23 @@ class SharedSchedule {
     }
   }
 
-  __device__ __forceinline__ void write_row(MergeRow &row, int place, int in_request,
-                                            int q_head) const {
-    const OwnRequest of = x.place[place];
-    const int head = q_head / p.group, in_group = q_head - head * p.group;
-    int total = in_request < of.q_len ? 0 : -1, first_row = 0, count = 0;
+  // `near`: as one that is merged where its own keys are, or as one that is not.
+  __device__ __forceinline__ void write_row(int n, bool near) const {
+    MergeRow &row = s.rows[near ? n : row_count() + n];
+    const int rows = s.most_tokens * p.group, line = n / rows, in_head = n - line * rows;
+    const int place = line / p.heads_kv, head = line - place * p.heads_kv;
+    const OwnRequest &of = x.place[place];
+    const int in_request = in_head / p.group, in_group = in_head - in_request * p.group;
+    int total = in_request < of.q_len ? 0 : -1, first_row = 0, count = 0, warps = 0, line_end = 0;
     if (total == 0 && of.tiles) {
-      const int in_head = in_request * p.group + in_group, block = in_head / d.row_block;
+      const int block = in_head / d.row_block;
       const int first = of.line + (head * of.row_blocks + block) * of.tiles;
       const int2 found = own.owners(first, first + of.tiles);
       first_row = own_partial_row(p, d, s, place, head, block, found.x) + in_head -
                   block * d.row_block;
-      total = count = found.y;
+      total = count = found.y, line_end = first + of.tiles;
+      const int from = found.x % kOwnWarps;
+      if (s.near && from + count <= kOwnWarps) warps = ((1 << count) - 1) << from;
     }
     row.first[kLevels] = first_row, row.count[kLevels] = count;
 #pragma unroll 1
@@ -375,8 +401,9 @@ class SharedSchedule {
       }
       row.first[l] = first_row, row.count[l] = count, row.half[l] = half;
     }
-    row.token = of.q_begin + in_request;
+    row.token = of.q_begin + in_request, row.head = head * p.group + in_group;
+    row.warps = warps, row.line_end = line_end;
     // Its only part is the result, and is there already.
-    row.total = of.levels() == 0 && total == 1 ? -1 : total;
+    row.total = (of.levels() == 0 && total == 1) || near != (warps != 0) ? -1 : total;
   }
 };

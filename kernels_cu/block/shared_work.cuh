@@ -64,6 +64,11 @@ struct Deal {
     return {static_cast<int>(at), static_cast<int>(at + share + (c < rest))};
   }
 
+  // Whether every segment is in the spans of one of these teams of neighbours.
+  __device__ __forceinline__ bool within(u32 team) const {
+    return pieces ? team % pieces == 0 : whole;
+  }
+
   // The spans that have the segment of pieces first..last - 1: the first one, and how many.
   __device__ __forceinline__ int2 owners(u32 first, u32 last) const {
     if (pieces) return make_int2(first / segment * pieces, pieces);
@@ -114,7 +119,10 @@ __device__ __forceinline__ int own_partial_row(const AttentionParams &p, const D
 // What the warps of a CTA start from: in memory, or in shared memory.
 struct SharedStarts {
   OwnStart *own;  // [kOwnWarps]
-  int4 *groups;   // begin and end of its span of shared keys, group, where its `tokens` begin
+  // [4] begin and end of its span of shared keys, group, where its `tokens` begin; the two of
+  // SharedParams::groups of that group; first row whose own keys are here, last + 1, and whether all
+  // rows are merged where their own keys are.
+  int4 *groups;
 };
 
 // The pieces of a span of shared keys, one after the other.
@@ -122,6 +130,7 @@ struct SharedWalk {
   const AttentionParams &p;
   const SharedParams &s;
   int at, end, group;
+  const int4 *of_group;
   const int4 *rows;  // of SharedParams::tokens
 
   // The piece.
@@ -134,13 +143,17 @@ struct SharedWalk {
       : p(p), s(s) {
     const int4 start = *from.groups;
     at = start.x, end = start.y, group = start.z, rows = s.tokens + start.w;
+    of_group = from.groups + 1;
   }
 
   __device__ __forceinline__ bool done() const { return at >= end; }
 
   __device__ __forceinline__ void next() {
-    int4 found = s.groups[2 * group], line = s.groups[2 * group + 1];
-    if (at >= line.z) ++group, found = s.groups[2 * group], line = s.groups[2 * group + 1];
+    int4 found = of_group[0], line = of_group[1];
+    if (at >= line.z) {
+      of_group = s.groups + 2 * ++group;
+      found = of_group[0], line = of_group[1];
+    }
     request = line.x;
     const int all = (found.y - found.x + kShareKeys - 1) / kShareKeys;
     const int rest = at - line.y, item = rest / all, from = rest - item * all;

@@ -16,8 +16,10 @@ struct __align__(16) MergeRow {
   i32 first[kMostLevels + 1], count[kMostLevels + 1];
   i32 half[kMostLevels];  // rows from one warpgroup's to the other's; 0: they have other rows
   i32 total;              // -1: nothing to be done
-  i32 token;              // row of q
-  i32 unused[3];
+  i32 token, head;        // of q
+  // Of those that are merged where their own keys are: bits of the warps that have them, and where
+  // on their line those end.
+  i32 warps, line_end;
 };
 
 // A request with keys of its own: where a window hides the first shared ones, those before the
@@ -53,12 +55,12 @@ struct SharedParams {
   OwnStart *own_starts;  // [4 * ctas]
   int4 *groups;          // [levels * batch + ctas, 2] first key, last key + 1, first of `tokens`,
                          // count; request, its begin and end on the line of shared keys
-  int4 *group_starts;    // [ctas]; see block/shared_work.cuh
+  int4 *group_starts;    // [ctas, 4]; see block/shared_work.cuh
   int4 *tokens;          // [levels * total_q + 128 * ctas] row of q, position, request
-  MergeRow *rows;        // [batch * most_tokens * heads_q]
+  MergeRow *rows;        // [2, batch, heads_kv, most_tokens * group] where own keys are; elsewhere
   float *partial_out;    // [rows, head_dim]
   float2 *partial_state;  // [rows] largest score to base 2, sum of weights
-  u32 *arrivals;          // [1], 0 between launches
+  u32 *arrivals;          // [2] with shared keys, with own ones; 0 between launches
   i32 levels;
   i32 common_keys;     // without `tree`
   i32 added_keys;      // of every request besides seqused_k
@@ -67,6 +69,8 @@ struct SharedParams {
   i32 most_tokens;     // of a request
   i32 row_blocks;      // of own keys and a request, at most
   i32 ahead;           // the schedule is there already; 0: every CTA makes its part
+  i32 near;            // rows are merged where their own keys are, if those are in one CTA
+  i32 unused;
   float scale;         // of scores, to base 2, as they are or modified
   float modify_scale;  // of scores that are capped, over the cap; or of those with ALiBi, to base 2
 };

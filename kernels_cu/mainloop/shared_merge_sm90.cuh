@@ -38,9 +38,12 @@ struct SharedPlaces {
   static constexpr int kOpen = kDone + 8;                                 // those of all CTAs
   static constexpr int kNever = kOpen + 8;                                // no one arrives here
   static constexpr int kRows = kNever + 8;  // the schedule is there
-  static constexpr int kOwnStarts = (kRows + 8 + 15) / 16 * 16;
+  static constexpr int kTilesDone = kRows + 8;      // partial results of shared keys
+  static constexpr int kTilesOpen = kTilesDone + 8;  // those of all CTAs
+  static constexpr int kProgress = (kTilesOpen + 8 + 15) / 16 * 16;  // of warps on their lines
+  static constexpr int kOwnStarts = kProgress + 16;
   static constexpr int kGroupStarts = kOwnStarts + kOwnWarps * sizeof(OwnStart);
-  static constexpr int kBytes = kGroupStarts + 16;
+  static constexpr int kBytes = kGroupStarts + 64;
 };
 
 // A warp takes a row; or 32 columns of one where there are few rows, so that four times as many
@@ -56,7 +59,7 @@ class SharedMerge {
 
   // A row, and where its n-th partial result is.
   struct Row {
-    int total = -1, found = 0, token = 0, head = 0;
+    int total = -1, found = 0, token = 0, head = 0, warps = 0, line_end = 0;
   };
 
  public:
@@ -64,53 +67,84 @@ class SharedMerge {
                                          const SharedParams &s)
       : p(p), d(d), s(s), rows(p.batch * s.most_tokens * p.heads_q) {}
 
-  // `warp` of those that merge; one speaks for the CTA.
-  __device__ __forceinline__ void run(u32 base, int warp, bool speaks) {
+  // `warp` of those that merge, first those of own keys; `near` as in SharedStarts. Warps of shared
+  // keys take the rows whose own keys are here, while others still are read; then all take others.
+  __device__ __forceinline__ void run(u32 base, int warp, int4 near) {
     const int lane = threadIdx.x % 32;
-    const int here = (rows - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) /
-                     static_cast<int>(gridDim.x);
-    int at = warp;  // of the tasks of this CTA
+    const bool tiles = warp >= kOwnWarps;
     if constexpr (V::kInside) mbarrier_wait(base + S::kRows, 0);
-    Row now = look(at / kParts, lane);
-    mbarrier_arrive(base + S::kDone);
-    if (speaks) {
-      mbarrier_wait(base + S::kDone, 0);
-      if (lane == 0) {
-        if (arrive_and_wrap(s.arrivals, gridDim.x - 1) != gridDim.x - 1) {
-          while (load_acquire(s.arrivals) != 0) {
-          }
-        }
-        mbarrier_arrive(base + S::kOpen);
-      }
-      __syncwarp();
+    if (!V::kParts && tiles) {
+      mbarrier_arrive(base + S::kTilesDone);
+      if (warp == kOwnWarps) meet(base, S::kTilesDone, S::kTilesOpen, s.arrivals, lane);
+    } else {
+      mbarrier_arrive(base + S::kDone);
     }
-    mbarrier_wait(base + S::kOpen, 0);
 #pragma unroll 1
-    while (at < here * kParts) {
-      const Row of = now;
-      const int row = at / kParts, part = at - row * kParts;
-      at += kMergeWarps;
-      now = look(at / kParts, lane);  // while this row's partial results come
-      if (of.total < 0) continue;
-      if constexpr (kParts > 1) {
-        merge_part(base, of, row, part, lane);
+    for (bool here = !V::kParts && tiles;; here = false) {
+      int at, end, step;
+      if (here) {
+        const int pair = (warp - kOwnWarps) >> 1, count = near.y - near.x;
+        at = near.x + count * pair / kOwnWarps + (warp & 1), step = 2;
+        end = s.near ? near.x + count * (pair + 1) / kOwnWarps : at;
       } else {
-        merge_row(base, of, row, lane);
+        if (near.z) return;
+        const int first = kParts > 1 ? warp / kParts : warp;
+        at = rows + blockIdx.x + first * gridDim.x, end = 2 * rows;
+        step = kMergeWarps / kParts * gridDim.x;
       }
+      Row now = look(at, end, lane);
+      if (!V::kParts) mbarrier_wait(base + S::kTilesOpen, 0);
+      if (!here) {
+        if (warp == 0) meet(base, S::kDone, S::kOpen, s.arrivals + 1, lane);
+        mbarrier_wait(base + S::kOpen, 0);
+      }
+#pragma unroll 1
+      while (at < end) {
+        const Row of = now;
+        const int row = at;
+        at += step;
+        now = look(at, end, lane);  // while this row's partial results come
+        if (of.total < 0) continue;
+        if constexpr (kParts > 1) {
+          merge_part(base, of, row, warp % kParts, lane);
+        } else {
+          if (here) wait_for_own(base, of);
+          merge_row(base, of, row, lane);
+        }
+      }
+      if (!here) return;
     }
   }
 
  private:
-  // The i-th row of this CTA.
-  __device__ __forceinline__ Row look(int i, int n) const {
-    const int row = blockIdx.x + i * gridDim.x;
-    if (row >= rows) return {};
+  // Waits for this CTA, then for all.
+  __device__ __forceinline__ void meet(u32 base, int done, int open, u32 *arrivals,
+                                       int lane) const {
+    mbarrier_wait(base + done, 0);
+    if (lane == 0) {
+      if (arrive_and_wrap(arrivals, gridDim.x - 1) != gridDim.x - 1) {
+        while (load_acquire(arrivals) != 0) {
+        }
+      }
+      mbarrier_arrive(base + open);
+    }
+    __syncwarp();
+  }
+
+  // Until the warps that have own keys of a row have stored what comes of them.
+  __device__ __forceinline__ void wait_for_own(u32 base, const Row &of) const {
+    const u32 at = base + S::kProgress + threadIdx.x % kOwnWarps * 4;
+    const bool mine = of.warps >> threadIdx.x % kOwnWarps & 1;
+    while (__any_sync(kAll, mine && load_acquire_shared(at) < of.line_end)) pause();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ Row look(int row, int end, int n) const {
+    if (row >= end) return {};
     const MergeRow r = s.rows[row];
-    return {r.total, partial(r, n), r.token, row % p.heads_q};
+    return {r.total, partial(r, n), r.token, r.head, r.warps, r.line_end};
   }
-  __device__ __forceinline__ int look_on(int i, int n) const {
-    return partial(s.rows[blockIdx.x + i * gridDim.x], n);
-  }
+  __device__ __forceinline__ int look_on(int row, int n) const { return partial(s.rows[row], n); }
 
   // Row of the n-th partial result; of any if there are not so many.
   __device__ __forceinline__ int partial(const MergeRow &r, int n) const {
@@ -142,14 +176,14 @@ class SharedMerge {
     mbarrier_wait(base + S::kNever, 1);
   }
 
-  __device__ __forceinline__ void merge_row(u32 base, const Row &at, int i, int lane) const {
+  __device__ __forceinline__ void merge_row(u32 base, const Row &at, int row, int lane) const {
     const int column = lane * 4 < kD ? lane * 4 : 0;
     int found = at.found;
     float top = -infinity(), sum = 0.f, acc[4] = {}, weight = 0.f;
     float2 state = make_float2(-infinity(), 0.f);
 #pragma unroll 1
     for (int done = 0, page = 0; done < at.total; done += kAtOnce, page += kAtOnce) {
-      if (page == kLook) page = 0, found = look_on(i, done + lane);
+      if (page == kLook) page = 0, found = look_on(row, done + lane);
       const int left = at.total - done, last = page + left - 1;
       if (page == 0) {
         state = make_float2(-infinity(), 0.f);
@@ -193,14 +227,14 @@ class SharedMerge {
   }
 
   // Columns 32 * part and on; eight lanes have all of them, the others other partial results.
-  __device__ __forceinline__ void merge_part(u32 base, const Row &at, int i, int part,
+  __device__ __forceinline__ void merge_part(u32 base, const Row &at, int row, int part,
                                              int lane) const {
     const int group = lane / 8, column = part * 32 + lane % 8 * 4;
     int found = at.found;
     float top = -infinity(), sum = 0.f, acc[4] = {};
 #pragma unroll 1
     for (int done = 0; done < at.total; done += 32) {
-      if (done) found = look_on(i, done + lane);
+      if (done) found = look_on(row, done + lane);
       const int left = at.total - done, last = min(left, 32) - 1;
       float2 state = make_float2(-infinity(), 0.f);
       if (lane < left) state = load_from_l2(s.partial_state + found);

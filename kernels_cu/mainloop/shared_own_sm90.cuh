@@ -117,7 +117,20 @@ struct OwnKeys : DecodeProducts<V> {
   }
 
   __device__ __forceinline__ void run() {
-    if (at >= end) return;
+    if (at < end) walk();
+    tell(0x7fffffff);
+  }
+
+  // All that this warp has before a position of the line is stored.
+  __device__ __forceinline__ void tell(int position) const {
+    if (V::kParts) return;
+    __syncwarp();
+    if (lane == 0) {
+      store_release_shared(base() + S::kProgress + threadIdx.x / 32 * 4, position);
+    }
+  }
+
+  __device__ __forceinline__ void walk() {
     look_up(now);
 #pragma unroll 1
     for (int i = 0; i < kStages; ++i) ask(i);
@@ -157,6 +170,7 @@ struct OwnKeys : DecodeProducts<V> {
       if (at < end) fetch(rows);
       finish(state, of, head, block, count, final);
       if (at >= end) return;
+      tell(at);
     }
   }
 

@@ -367,7 +367,7 @@ struct SharedProducts {
         store(walk.partial_row + behind * p.group, rows);
       }
       if (walk.done()) {
-        SharedMerge<V>(p, d, s).run(base, kOwnWarps + threadIdx.x / 32 - 8, false);
+        SharedMerge<V>(p, d, s).run(base, kOwnWarps + threadIdx.x / 32 - 8, from.groups[3]);
         return;
       }
     }

@@ -139,6 +139,12 @@ class EmulatedDevice:
     def is_capturing(self, stream: int | None = None) -> bool:
         return False
 
+    def beside(self, stream: int) -> int:
+        return stream + 1
+
+    def order(self, first: int, then: int) -> None:
+        """Launches run as they are queued."""
+
     def current_stream(self) -> int:
         return 0
 

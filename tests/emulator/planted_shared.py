@@ -19,6 +19,8 @@ KERNEL, SEARCH = "attention_shared_sm90.cu", "find_prefixes.cu"
 SCHEDULE = "schedule_shared.cu"
 _PAIR = SHARED.replace(lengths=((1, 420), (1, 300)), num_heads_kv=1, head_dim=64)
 _FULL = SHARED.replace(lengths=((1, 470),) * 20, num_heads_kv=1, head_dim=64)  # two warpgroups
+_MANY = _FULL.replace(lengths=((1, 1300),) * 20)  # rows to be merged by whom has their own keys
+_UNEVEN = _FULL.replace(lengths=tuple((1, 300 + 37 * n) for n in range(20)))  # or by others
 _LONG = _FULL.replace(lengths=((1, 1200),) * 20)  # more blocks than stages
 _WINDOW = SHARED.replace(lengths=((1, 300), (2, 280), (1, 330), (1, 290)), window_size=(200, 0))
 _ROWS = SHARED.replace(lengths=((5, 300), (2, 280)))  # more than read own keys together
@@ -83,13 +85,18 @@ PLANTED_SHARED = [
     PlantedShared("shared: rows are multiplied before all are there", KERNEL, r"fence_async_proxy\(\);\s*named_barrier_sync\(2 \+ group, 128\);", "fence_async_proxy();", _FULL),
     PlantedShared("shared: one key too many is seen", KERNEL, r"8 \* n >= limit", "8 * n > limit", _FULL, keys=272),
     PlantedShared("shared: both warpgroups take all blocks", KERNEL, r"const int first = walk\.halves \? group : 0", "const int first = 0", _PAIR),
-    PlantedShared("shared: the merge does not wait", KERNEL, r"mbarrier_wait\(base \+ S::kOpen, 0\);", ";", _FULL),
+    PlantedShared("shared: the merge does not wait", KERNEL, r"mbarrier_wait\(base \+ S::kOpen, 0\);", ";", _UNEVEN),
+    PlantedShared("shared: shared keys of other blocks are not waited for", KERNEL, r"if \(!V::kParts\) mbarrier_wait\(base \+ S::kTilesOpen, 0\);", ";", _MANY, keys=1152, num_sms=4),
+    PlantedShared("shared: own keys are not waited for", KERNEL, r"load_acquire_shared\(at\) < of\.line_end", "false", _MANY, num_sms=4),
+    PlantedShared("shared: one of two warps is waited for", KERNEL, r"\(\(1 << count\) - 1\) << from", "1 << from", _MANY, num_sms=20),
+    PlantedShared("shared: own keys are told of without order", KERNEL, r"st\.release\.cta\.shared", "st.relaxed.cta.shared", _MANY, num_sms=4),
+    PlantedShared("shared: rows are merged in two places", KERNEL, r"near != \(warps != 0\)", "false", _UNEVEN),
     PlantedShared("shared: counter without order", KERNEL, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _FULL),
     PlantedShared("shared: own keys of the wrong phase", KERNEL, r"(mbarrier_wait\(barrier \+ stage \* 8, parity)\);", r"\1 ^ 1);", _FULL),
     PlantedShared("shared: own keys are refilled too early", KERNEL, r"__syncwarp\(\);(\s*ask\(stage\))", r"\1", _FULL.replace(lengths=((1, 900),) * 20)),
     PlantedShared("shared: keys that a row does not see", KERNEL, r"end <= seen\)", "end <= own.kv_len)", _SHORT, keys=64),
     PlantedShared("shared: the table row of one that left", KERNEL, r"x\.tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
-    PlantedShared("shared: rows are merged before it is known how", KERNEL, r"(int at = warp;[^\n]*\n\s*)if constexpr \(V::kInside\) mbarrier_wait\(base \+ S::kRows, 0\);", r"\1;", _FULL),
+    PlantedShared("shared: rows are merged before it is known how", KERNEL, r"(const bool tiles[^\n]*\n\s*)if constexpr \(V::kInside\) mbarrier_wait\(base \+ S::kRows, 0\);", r"\1;", _FULL),
     PlantedShared("shared: values arrive where the schedule is made", KERNEL, r"mbarrier_wait\(base \+ S::kRows, 0\);([^\n]*memory of values)", r"\1", _FULL),
     PlantedShared("shared: the schedule is read before it is there", KERNEL, r"(schedule\.starts\([^)]*\);\s*fence_async_proxy\(\);)\s*__syncthreads\(\);", r"\1", _FULL),
     PlantedShared("shared: neighbours write the same request", KERNEL, r"s\.own\[at \+ ahead\]", "s.own[at]", _FULL),
@@ -101,7 +108,7 @@ PLANTED_SHARED = [
     PlantedShared("schedule: nothing", SCHEDULE, "", "", _FULL, ahead=True),
     PlantedShared("schedule: all write what they meet", SCHEDULE, r"common && x\.own_line\[at\] < begin", "false", _FULL, ahead=True),
     PlantedShared("schedule: all write the tokens they meet", SCHEDULE, r"common \? begin : begin \+ each - 1", "begin + each - 1", _FULL, ahead=True),
-    PlantedShared("schedule: the counter is as it was", SCHEDULE, r"\*s\.arrivals = 0;", ";", _FULL, ahead=True),
+    PlantedShared("schedule: the counter is as it was", SCHEDULE, r"s\.arrivals\[threadIdx\.x\] = 0;", ";", _FULL, ahead=True),
     PlantedSearch("search: nothing", SEARCH, "", "", SHARED),
     PlantedSearch("search: a leader that is not the first", SEARCH, r"atomicMin\(&x\.slot\[at\], r\);", "", SHARED),
     PlantedSearch("search: members of different groups", SEARCH, r"leader_before\(level, other\) != before\[e\]", "false", SHARED),
