@@ -100,7 +100,7 @@ Target resolve(Warp& w, Space space, uint64_t addr, uint32_t bytes, int lane, bo
 }
 
 void guard_mbarriers(Cta& cta, uint32_t addr, uint32_t bytes) {
-  if (cta.mbarrier_at.empty()) return;
+  if (addr >= cta.last_mbarrier + 8 || addr + bytes <= cta.first_mbarrier) return;
   if (bytes > 256) {
     for (const auto& [a, slot] : cta.mbarrier_at)
       if (a + 8 > addr && a < addr + bytes) fail("MBARRIER: a write to shared address %u overwrites a live mbarrier", a);

@@ -93,6 +93,8 @@ static Step init(Warp& w, const Insn& in, uint32_t m) {
     b.slot = int(w.cta->mbarriers.size());
     if (b.slot >= kMaxMbarriers) fail("MBARRIER: more than %d in one CTA", kMaxMbarriers);
     w.cta->mbarrier_at[addr] = b.slot;
+    w.cta->first_mbarrier = std::min(w.cta->first_mbarrier, addr);
+    w.cta->last_mbarrier = std::max(w.cta->last_mbarrier, addr);
     w.cta->mbarriers.push_back(std::move(b));
     w.vm->progress++;
   });

@@ -27,6 +27,15 @@ static void get(Warp& w, int slot, int l, const uint8_t* from, int bytes, int ex
   else w.r(slot)[l] = uint32_t(v);
 }
 
+// As `resolve`, for what is surely in the shared memory of the own CTA.
+static inline Target resolve_own(Warp& w, Space space, uint64_t addr, uint32_t bytes, int lane, bool write, const char* what) {
+  const bool shared = space == kShared || (space == kGeneric && (addr & kWindowMask) == kSharedWindow);
+  const uint32_t at = uint32_t(addr), align = bytes >= 16 ? 16 : bytes;
+  if (shared && !(at & (align - 1)) && at >= kSharedBase && at < w.vm->smem_end && bytes <= w.vm->smem_end - at)
+    return {w.cta->smem.data() + at, kShared, at, w.cta};
+  return resolve(w, space, addr, bytes, lane, write, what);
+}
+
 static Step ld(Warp& w, const Insn& in, uint32_t m) {
   const Space space = Space(in.arg[SPACE]);
   const int bytes = in.arg[BYTES], vec = in.arg[VEC], total = bytes * vec;
@@ -36,9 +45,15 @@ static Step ld(Warp& w, const Insn& in, uint32_t m) {
   const int how = (strong ? kStrong : 0) | (in.arg[HOW] & 1 ? kNonCoherent : 0);
   uint32_t shared_addr[32], in_shared = 0;
   alignas(16) uint8_t value[32][32];  // all lanes read before any register is written
-  each_lane(m, [&](int l) {
+  const uint64_t one = address(w, in, BASE, first_lane(m));
+  uint64_t differ = space != kGeneric || (one & kWindowMask) != kParamWindow;
+  if (!differ) each_lane(m, [&](int l) { differ |= address(w, in, BASE, l) ^ one; });
+  if (!differ) {  // one parameter, which nobody writes
+    const Target t = resolve(w, space, one, total, first_lane(m), false, "load");
+    each_lane(m, [&](int l) { memcpy(value[l], t.host, total); });
+  } else each_lane(m, [&](int l) {
     const uint64_t addr = address(w, in, BASE, l);
-    const Target t = resolve(w, space, addr, total, l, false, "load");
+    const Target t = resolve_own(w, space, addr, total, l, false, "load");
     if (strong) strong_read(w, 1u << l, sync_key(t), order, scope);
     note_read(w, t, total, l, how);
     if (t.cta == w.cta) {
@@ -68,7 +83,7 @@ static Step st(Warp& w, const Insn& in, uint32_t m) {
   const bool strong = in.arg[HOW] & 2;
   uint32_t shared_addr[32], in_shared = 0;
   each_lane(m, [&](int l) {
-    const Target t = resolve(w, space, address(w, in, BASE, l), total, l, true, "store");
+    const Target t = resolve_own(w, space, address(w, in, BASE, l), total, l, true, "store");
     note_write(w, t, total, l, strong ? kStrong : 0);
     if (strong) strong_write(w, 1u << l, sync_key(t), order, scope);
     if (t.cta == w.cta) {

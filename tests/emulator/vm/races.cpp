@@ -36,16 +36,13 @@ void bad_read(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int l
                          : "read not ordered after a write", addr, true, lane, of_cell(cta, c));
 }
 
-static inline void mark_read(Warp& w, Cta& cta, int cell, int lane, int how) {
-  ReadMark& m = cta.shadow.mark(cell, reader(cta, w));
-  const uint32_t who = m.clock == w.clock && m.lane != uint32_t(lane) && lane < 32 ? uint32_t(kManyLanes) : lane;
-  if (m.clock && m.clock != w.clock && m.lane != uint32_t(lane) && lane < 32 && !(m.clock < w.floor[lane])) {
-    m.lane = kManyLanes;
-  } else {
-    m.lane = who;
-  }
+static inline void mark_read(Warp& w, SharedShadow& s, int self, int cell, int lane, int how) {
+  ReadMark& m = s.mark(cell, self);
+  // Of two lanes that read without order between them it keeps both as many.
+  const bool others = m.clock && m.lane != uint32_t(lane) && lane < 32 && (m.clock == w.clock || m.clock >= w.floor[lane]);
   m.clock = w.clock;
   m.pc = w.pc;
+  m.lane = others ? kManyLanes : lane;
   m.strong = (how & kStrong) != 0;
   m.converged = w.converged;
 }
@@ -53,12 +50,13 @@ static inline void mark_read(Warp& w, Cta& cta, int cell, int lane, int how) {
 void check_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
+  const int self = reader(cta, w);
   s.visit(addr, bytes, [&](int i) {
     const SharedCell& c = s.cells[i];
     if (c.pending_writes) race(w, "read of an asynchronous copy in flight", addr, true, lane, of_cell(cta, c));
     if (!c.clock) w.vm->cfg.stats[kUninitialised]++;
     else if (!clean_read(w, cta, c, lane, how)) bad_read(w, cta, c, addr, lane, how);
-    mark_read(w, cta, i, lane, how);
+    mark_read(w, s, self, i, lane, how);
   });
 }
 
@@ -191,7 +189,7 @@ void land_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int
     s.visit(ranges[k].addr, ranges[k].bytes, [&](int i) {
       SharedCell& c = s.cells[i];
       c.pending_reads--;
-      if (lane < 32) return mark_read(w, cta, i, lane, kAsync);
+      if (lane < 32) return mark_read(w, s, self, i, lane, kAsync);
       c.readers |= bit;
       marks.at(i) = mark;
     });

@@ -35,7 +35,13 @@ inline Record of_mark(const Cta& cta, const ReadMark& m, int reader) {
 inline bool clean_read(Warp& w, const Cta& cta, const SharedCell& c, int lane, int how) {
   if (!c.clock || (c.strong && (how & kStrong))) return true;
   if (c.warp == w.id && c.from == after(cta, *w.cta) && (c.lane == lane || (c.lane == kManyLanes && lane < 32)) && !(how & kAsync)) return true;
-  return ordered(w, lane, of_cell(cta, c), how & kAsync);
+  // A writer that the warp as a whole was ordered after once; what it knows only grows.
+  SharedCell& known = w.settled[c.warp % Warp::kSettled];
+  const bool generic = &cta == w.cta && !c.from && !(how & kAsync);
+  if (generic && known.same_writer(c)) return true;
+  if (!ordered(w, lane, of_cell(cta, c), how & kAsync)) return false;
+  if (generic && c.warp != w.id && !(lane < 32 && (w.partial_mask >> lane & 1))) known = c;
+  return true;
 }
 
 inline void reader_checks(Warp& w, const Cta& cta, const ReadMark& m, int reader, bool mine, uint32_t addr, int lane, int how) {

@@ -88,6 +88,7 @@ struct SharedShadow {
 
   void init(uint32_t bytes, int num_warps, int cluster) {
     warps = num_warps;
+    cells.reserve(bytes / 8);
     cells.resize(bytes / 16 + 1);
     blocks.resize((bytes >> kBlockShift) + 1);
     reads.resize(size_t(warps) * cluster);
@@ -123,6 +124,14 @@ struct SharedShadow {
   template <class F>
   void visit(uint32_t addr, uint32_t bytes, F f) {
     const uint32_t end = addr + bytes;
+    if (bytes <= 8 && !((addr | bytes) & 3) && (addr & 15) + bytes <= 16) {  // words of a cell that is split
+      const int words = cells[addr / 16].child, first = words + int(addr >> 2 & 3), last = first + int(bytes / 4) - 1;
+      if (words >= 0 && cells[first].child < 0 && cells[last].child < 0) {
+        f(first);
+        if (first != last) f(last);
+        return;
+      }
+    }
     if (!((addr | bytes) & 15)) {
       for (uint32_t i = addr / 16; i < end / 16; i++) {
         if (cells[i].child < 0) f(int(i));

@@ -75,6 +75,8 @@ struct Warp {
   uint32_t partial_mask = 0, clock = 1;
   uint32_t floor[32];          // accesses of this warp before that clock are ordered before the lane
   uint32_t low_floor = 1;      // the lowest of the live lanes
+  static constexpr int kSettled = 8;
+  SharedCell settled[kSettled];  // writers in its CTA that it is ordered after
   Order fence_at[kLevels];     // at the last fence: what a relaxed write then releases
   Order seen_at[kLevels];      // read by relaxed loads: what a fence then acquires
   bool fenced[kLevels] = {}, pending[kLevels] = {};
@@ -114,6 +116,7 @@ struct Cta {
   std::vector<std::unique_ptr<Warp>> warps;
   std::vector<Mbarrier> mbarriers;
   std::unordered_map<uint32_t, int> mbarrier_at;
+  uint32_t first_mbarrier = ~0u, last_mbarrier = 0;  // addresses of all there have been
   Barrier barriers[kBarriers];
   struct Votes {
     int count = 0, all = 1, any = 0;
