@@ -23,10 +23,11 @@ __device__ __forceinline__ void load_first(const LatentLoader &loader, const Seg
   if (tile >= end_tile_of(s)) return;
   if (threadIdx.x % 32 == 0) loader.expect(stage);
   __syncwarp();
-  loader.load(s, tile, stage, page, 0);
+  loader.load(s, tile, stage, page, 0, 0, 1);
 }
 
-// Makes pieces, holds their queries, and makes weights of their scores.
+// Makes pieces, holds their queries, and makes weights of their scores. A piece is made, and asked
+// for, while the values of the one before are added up and stored.
 template <class V>
 __device__ __forceinline__ void run_scores(const LatentLoader &loader, const LatentLine &line) {
   LatentScores<V> scores(loader);
@@ -35,34 +36,41 @@ __device__ __forceinline__ void run_scores(const LatentLoader &loader, const Lat
   bool later = false;
 #pragma unroll 1
   while (true) {
-    if (threadIdx.x == 0) {
-      rest.newest ^= 1;
-      line.next(rest.cursor, rest.piece[rest.newest]);
-    }
+    const int newest = uniform_lane(rest.newest ^ 1);  // than what the values are of
+    if (threadIdx.x == 0) line.next(rest.cursor, rest.piece[newest]);
     named_barrier_sync(kScoresOnly, 128);
-    const LatentPiece &piece = rest.piece[rest.newest];
+    const LatentPiece &piece = rest.piece[newest];
     const Segment &s = piece.segment;
     const int warp = fresh(threadIdx.x) / 32;
-    // Outputs of the piece before pass through the second stage.
-    const auto second_is_free = [&]() {
-      if (warp == 1 && later) named_barrier_sync(kStaged, kStagedThreads);
+    LatentPlace second = at, third;
+    second.next();
+    third = second, third.next();
+    if (later) scores.conclude(third);
+    // Outputs of the piece before pass through the third stage.
+    const auto third_is_free = [&]() {
+      if (warp == 2 && later) named_barrier_sync(kStaged, kStagedThreads);
     };
     if (piece.spans == 0) {
-      second_is_free();
+      third_is_free();
+      if (threadIdx.x == 0) rest.newest = newest;
       break;
     }
-    // Queries, which are asked for first, pass through the third stage. A warp loads a tile.
     const int begin = first_tile_of(s), page = loader.page_of(s, begin + warp);
-    const int third = at.stage == 0 ? 2 : at.stage - 1, mine = (at.stage + warp) % kLatentStages;
-    scores.hold_queries(s, third, [&]() {
-      second_is_free();
-      if (warp < 2) load_first(loader, s, begin + warp, mine, page);
+    // Queries, which are asked for first, pass through the second stage. A warp loads a tile.
+    scores.hold_queries(s, second.stage, [&]() {
+      if (warp == 0) load_first(loader, s, begin, at.stage, page);
     });
-    if (warp == 2) load_first(loader, s, begin + warp, third, page);
+    if (warp == 1) load_first(loader, s, begin + 1, second.stage, page);
+    third_is_free();
+    if (warp == 2) load_first(loader, s, begin + 2, third.stage, page);
+    if (threadIdx.x == 0) {
+      // By a way of its own: an address in one thread's registers would be one in all, and spilled.
+      char *const own = loader.tiles.base + fresh(LatentTiles::kRestAt);
+      reinterpret_cast<LatentTiles::Rest *>(own)->newest = newest;
+    }
     later = true;
     named_barrier_sync(kPieceReady, kThreads);
-    scores.run(s, at);
-    scores.conclude();
+    scores.run(rest.piece[rest.newest].segment, at);
   }
   named_barrier_sync(kPieceReady, kThreads);
 }
@@ -73,16 +81,16 @@ __device__ __forceinline__ void run_values(const LatentLoader &loader, const Lat
                                            int half) {
   LatentTiles::Rest &rest = loader.tiles.rest();
   LatentPlace at;
+  u32 parities = 0;
 #pragma unroll 1
   while (true) {
     named_barrier_sync(kPieceReady, kThreads);
     const LatentPiece &piece = rest.piece[rest.newest];
     if (piece.spans == 0) return;
     LatentValues<V> values(loader, half);
-    values.run(piece.segment, at);
+    values.run(piece.segment, at, parities);
     named_barrier_sync(kPieceDone, kThreads);
-    ends.store(values, piece,
-               loader.tiles.stage(at.stage + 1 == kLatentStages ? 0 : at.stage + 1));
+    ends.store(values, piece, at.stage);
     if (piece.segment.slot >= 0) {
       LatentMerge::merge(ends.p, ends.d, ends.l, loader.tiles.base, &piece);
     }
@@ -103,7 +111,7 @@ extern "C" __global__ void __cluster_dims__(LatentVariant::kSide, 1, 1)
   if (tiles.address % 1024) __trap();  // the swizzles count on it
   if (threadIdx.x == 0) {
     prefetch_tensor_map(&rope_map), prefetch_tensor_map(&latent_map);
-    tiles.init();
+    tiles.init<V::kSide>();
     cluster_fence();
   }
   cluster_arrive();

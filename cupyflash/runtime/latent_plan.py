@@ -35,6 +35,7 @@ _ROW_BYTES = (512 + 64) * 2  # of a cache row in shared memory
 # Stages, the queries that registers do not hold, and LatentTiles::Rest.
 _SMEM_BYTES = _STAGES * _KEYS * _ROW_BYTES + _ROWS * (128 + 32) + 1024
 _LARGEST_SCAN = 1 << 15  # requests that every block adds up, in the memory of a stage
+_SEGMENT_TILES = 4  # that a segment's beginning and end take as long as
 _FEWEST_SHIFT = 1  # log2 of the tiles that are worth a span of their own
 _MOST_SPANS = 160  # that LatentEnd merges
 
@@ -118,7 +119,8 @@ def latent_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
     if problem.page_size and problem.page_size * problem.max_seqlen_k >= 1 << 32:
         return f"{problem.max_seqlen_k} keys in pages of {problem.page_size}"
     row_blocks = -(-_rows(problem) // (_side(problem) * _ROWS))
-    tiles = problem.batch * problem.num_heads_kv * row_blocks * -(-problem.max_seqlen_k // _KEYS)
+    tiles = -(-problem.max_seqlen_k // _KEYS) + _SEGMENT_TILES
+    tiles *= problem.batch * problem.num_heads_kv * row_blocks
     if tiles >= MOST_TILES:
         return f"{tiles} key tiles within the bounds, it counts to {MOST_TILES - 1}"
     return ""
@@ -170,6 +172,7 @@ def make_latent_plan(
             "align_most": MOST_TILES - 1,
             "most_pieces": pieces,
             "most_rows": ANY_ROWS,
+            "segment_tiles": _SEGMENT_TILES,
         },
     )
 

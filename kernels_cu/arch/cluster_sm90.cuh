@@ -29,15 +29,22 @@ __device__ __forceinline__ u32 cluster_address(u32 own, u32 rank) {
   return other;
 }
 
-// Counts up to `last`, then from 0; orders what blocks of the cluster did before and see
-// afterwards.
-__device__ __forceinline__ u32 cluster_count(u32 counter, u32 last) {
-  u32 before;
-  asm volatile("atom.acq_rel.cluster.shared::cluster.inc.u32 %0, [%1], %2;"
-               : "=r"(before)
-               : "r"(counter), "r"(last)
+// At a barrier in the shared memory of any block of the cluster. Of what other blocks wait for,
+// reads are ordered; `writes` as well, which takes about a thousand clocks.
+__device__ __forceinline__ void cluster_barrier_arrive(u32 barrier, bool writes) {
+  if (writes) {
+    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier)
+                 : "memory");
+  } else {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+  }
+}
+
+__device__ __forceinline__ void cluster_barrier_wait(u32 barrier, u32 parity) {
+  asm volatile("{\n\t.reg .pred p;\n\tagain:\n\t"
+               "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n\t"
+               "@p bra done;\n\tbra again;\n\tdone:\n\t}" ::"r"(barrier), "r"(parity)
                : "memory");
-  return before;
 }
 
 __device__ __forceinline__ void cluster_min(u32 at, i32 value) {

@@ -180,9 +180,10 @@ class Spans {
     }
     if (total == 0) count_ = 0;
     share_ = rest_ = 0;
-    if (pieces_) {  // of a segment, not of all
-      share_ = segment_ / pieces_;
-      rest_ = segment_ - share_ * pieces_;
+    if (pieces_) {  // of a segment's own tiles, not of all
+      const u32 own = segment_ - d.segment_tiles;
+      share_ = own / pieces_;
+      rest_ = own - share_ * pieces_;
     } else if (count_ && !whole_) {
       share_ = total / count_;
       rest_ = total - share_ * count_;
@@ -261,6 +262,8 @@ class Spans {
                                             u32 limit) {
     segment_ = segment;
     if (segments <= limit) {
+      const u32 own = segment - d.segment_tiles;
+      count_ = min(count_, segments * max(1u, (own + (1 << d.fewest_shift) - 1) >> d.fewest_shift));
       const u32 most = d.most_pieces ? min(d.most_pieces, kMostPieces) : kMostPieces;
       const u32 pieces = min(max(1u, count_ / segments), most);
       if (pieces * segments * 8 >= count_ * 7 || pieces == most) {

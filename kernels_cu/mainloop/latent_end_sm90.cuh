@@ -18,18 +18,19 @@ struct LatentEnd {
   const LatentTiles &tiles;
 
   // What a thread holds of the outputs of a piece goes where it belongs, a warp's rows through its
-  // own part of a stage: 16 of 16 bits, or twice 8 of float32.
+  // own part of the stage before `next_stage`: 16 of 16 bits, or twice 8 of float32.
   __device__ __forceinline__ void store(const LatentValues<V> &values, const LatentPiece &piece,
-                                        char *stage) const {
-    const int thread = fresh(threadIdx.x), lane = thread % 32, first = thread / 32 % 4 * 16;
+                                        int next_stage) const {
     const float(&acc)[kColumns / 2] = values.acc;
-    const Row mine = row_of(piece.segment, first, lane, values.half);
+    const Row mine = row_of(piece.segment, values.half);
+    const int thread = fresh(threadIdx.x), lane = thread % 32, first = thread / 32 % 4 * 16;
+    char *const stage = tiles.stage(next_stage == 0 ? kLatentStages - 1 : next_stage - 1);
     const float low = __shfl_sync(kAll, mine.scale, lane / 4);
     const float high = __shfl_sync(kAll, mine.scale, 8 + lane / 4);
-    char *const own = stage + (values.half * 4 + first / 16) * kOwnBytes;
+    char *const own = stage + uniform_lane((values.half * 4 + first / 16) * kOwnBytes);
     const int columns = min(kColumns, p.head_dim_v - values.half * kColumns);
     if (piece.segment.slot < 0) {
-      const u32 row_at = shared_address(own) + lane % 16 * 512;
+      const u32 to = shared_address(own) + lane % 16 * 512 + (lane / 16 ^ lane % 8) * 16;
 #pragma unroll
       for (int n = 0; n < kPairs; n += 2) {
         u32 word[4];
@@ -39,20 +40,22 @@ struct LatentEnd {
           word[i] = pack_pair<V::kCompute>(acc[4 * n + 2 * i] * scale,
                                            acc[4 * n + 2 * i + 1] * scale);
         }
-        stmatrix4(row_at + ((n + lane / 16) ^ (lane % 8)) * 16, word);
+        stmatrix4(to ^ n * 16, word);
       }
       __syncwarp();
       copy_rows<16, 512>(mine.to, 0, own, columns * 2, stores_wide(p));
     } else {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int row = lane / 4;
         const float scale = h ? high : low;
+        // Shuffled, so that places are not kept in registers for both turns.
+        const u32 place = lane / 4 * (1024 + 32) + lane % 4 * 8;
+        const u32 to = __shfl_sync(kAll, shared_address(own) + place, lane);
 #pragma unroll
         for (int n = 0; n < kPairs; ++n) {
-          const int chunk = (n * 2 + lane % 4 / 2) ^ row * 2;
-          *reinterpret_cast<float2 *>(own + row * 1024 + chunk * 16 + lane % 2 * 8) =
-              make_float2(acc[4 * n + 2 * h] * scale, acc[4 * n + 2 * h + 1] * scale);
+          const u32 pair[2] = {__float_as_uint(acc[4 * n + 2 * h] * scale),
+                               __float_as_uint(acc[4 * n + 2 * h + 1] * scale)};
+          store_shared8(to ^ n * 32, pair);
         }
         __syncwarp();
         copy_rows<8, 1024>(mine.to, h * 8, own, columns * 4, true);
@@ -89,10 +92,11 @@ struct LatentEnd {
     float scale;
   };
 
-  // Lane i < 16 looks after row `first + i`: stores what there is besides values, and tells where
-  // these go and what they are multiplied by.
-  __device__ __forceinline__ Row row_of(const Segment &s, int first, int lane, int half) const {
-    const int in_tile = first + lane;
+  // Lane i < 16 looks after the i-th row of its warp: stores what there is besides values, and
+  // tells where these go and what they are multiplied by.
+  __device__ __forceinline__ Row row_of(const Segment &s, int half) const {
+    const int thread = fresh(threadIdx.x), lane = thread % 32;
+    const int in_tile = thread / 32 % 4 * 16 + lane;
     if (lane >= 16 || in_tile >= s.row_end - s.row_begin) return {nullptr, 0.f};
     const LatentTiles::Results &r = tiles.rest().results;
     const float2 state = {r.top[in_tile], r.sum[in_tile]};

@@ -39,10 +39,12 @@ struct LatentLine {
                                        LatentPiece &piece) const {
     const int span = blockIdx.x / l.side, lane = blockIdx.x - span * l.side;
     const int segment = (cursor.at - cursor.start) / w.tiles, kv_head = segment / w.row_blocks;
-    const int first = cursor.start + segment * w.tiles, last = first + w.tiles;
+    const int first = cursor.start + segment * w.tiles, next = first + w.tiles;
+    const int last = next - d.segment_tiles;  // no keys behind it
     const int begin = cursor.at, end = min(last, cursor.end);
-    cursor.at = end;
-    piece.last = end == cursor.end;
+    cursor.at = min(next, cursor.end);
+    if (begin >= end) return;
+    piece.last = cursor.at == cursor.end;
     const int rows = w.request.q_len * p.group;
     const int row_begin = (segment - kv_head * w.row_blocks) * d.row_block;
     const int row_end = min(rows, row_begin + d.row_block);

@@ -28,6 +28,7 @@ struct LatentMerge {
   static constexpr u32 kAll = 0xffffffffu;
   static constexpr int kRoom = 96;        // partial rows that the stages of keys take at a time
   static constexpr int kRowBytes = kLatentDim * 4;
+  static constexpr int kFew = 7;  // parts that a warp adds up by itself
   static_assert((kRoom + 1) * kRowBytes <= kLatentStages * kLatentStageBytes, "");
 
   const AttentionParams &p;
@@ -55,7 +56,7 @@ struct LatentMerge {
     // Of many parts each of the last arrivers takes some rows. They wait for blocks that run
     // already: the grid is no larger than what runs at the same time. The first two never wait:
     // theirs may be the ends of spans that have more to do.
-    const int helpers = count >= 8 ? min(count - 2, rows) : 1;
+    const int helpers = count > kFew ? min(count - 2, rows) : 1;
     int &turn = tiles.rest().turn;
     named_barrier_sync(kValuesOnly, 256);  // all of the piece is stored
     if (threadIdx.x == 128) {
@@ -71,7 +72,9 @@ struct LatentMerge {
     named_barrier_sync(kValuesOnly, 256);
     const int first = turn;
     if (first < 0) return;
-    if (piece.last) {
+    if (count <= kFew) {
+      by_rows();
+    } else if (piece.last) {
       by_memory(first, helpers);
     } else {
       by_registers(first, helpers);
@@ -101,6 +104,66 @@ struct LatentMerge {
   }
   __device__ __forceinline__ char *out_at(const Place &at) const {
     return p.out + at.token * p.out_token_stride + at.head * p.out_head_stride;
+  }
+
+  // A warp takes some rows at a time, all parts of them one after the other. Nothing is shared, so
+  // nobody waits.
+  __device__ __forceinline__ void by_rows() const {
+    constexpr int kRows = 2, kChunks = kLatentDim / 128, kEach = kFew + 1;
+    const int rows = s.row_end - s.row_begin, lane = threadIdx.x % 32, width = p.head_dim_v * 4;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32 - 4; row < rows; row += 8 * kRows) {
+      // Lane 8i + j looks after part j of the i-th row.
+      const int mine = row + lane / kEach % kRows * 8, part = lane % kEach;
+      const bool there = mine < rows;
+      float2 state = {-infinity(), 0.f};
+      if (there && part < count) state = state_at(part, mine);
+      float top = state.x;
+#pragma unroll
+      for (int mask = 1; mask < kEach; mask *= 2) {
+        top = fmaxf(top, __shfl_xor_sync(kAll, top, mask));
+      }
+      if (top == -infinity()) top = 0.f;
+      float weight = state.y * exp2_approx(state.x - top), sum = weight;
+#pragma unroll
+      for (int mask = 1; mask < kEach; mask *= 2) sum += __shfl_xor_sync(kAll, sum, mask);
+      if (there) weight *= finish(mine, top, sum, lane < kEach * kRows && part == 0);
+      float4 total[kRows][kChunks] = {};
+#pragma unroll 1
+      for (int j = 0; j < count; ++j) {
+        float4 v[kRows][kChunks];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const char *const from = partial_at(j, min(row + i * 8, rows - 1));
+#pragma unroll
+          for (int k = 0; k < kChunks; ++k) {
+            const int at = min(k * 512 + lane * 16, width - 16);
+            v[i][k] = load_from_l2(reinterpret_cast<const float4 *>(from + at));
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          const float w = __shfl_sync(kAll, weight, i * kEach + j);
+#pragma unroll
+          for (int k = 0; k < kChunks; ++k) {
+            float4 &t = total[i][k];
+            t.x = fmaf(w, v[i][k].x, t.x), t.y = fmaf(w, v[i][k].y, t.y);
+            t.z = fmaf(w, v[i][k].z, t.z), t.w = fmaf(w, v[i][k].w, t.w);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        if (row + i * 8 >= rows) break;
+        char *const to = out_at(place_of(row + i * 8)) + lane * 8;
+#pragma unroll
+        for (int k = 0; k < kChunks; ++k) {
+          if (k * 512 + lane * 16 >= width) continue;
+          store_pair(p, to + k * 256, total[i][k].x, total[i][k].y);
+          store_pair(p, to + k * 256 + 4, total[i][k].z, total[i][k].w);
+        }
+      }
+    }
   }
 
   // Rows first, first + step, ... of the last piece of a block, whose stages are free: all parts of

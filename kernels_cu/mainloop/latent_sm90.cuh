@@ -224,13 +224,14 @@ struct LatentScores {
       mbarrier_arrive(shared_address(&r.weights[at.stage]));
       ++tile;
       more = tile < end;
-      if (!more) mbarrier_wait(shared_address(&r.done[at.stage]), at.parity);
       at = next;
     }
   }
 
-  // After the last tile has been used: what its place is to the others.
-  __device__ __forceinline__ void conclude() const {
+  // After the last tile has been used, whose stage has its turn next at `at`: results that the
+  // others store.
+  __device__ __forceinline__ void conclude(const LatentPlace &at) const {
+    mbarrier_wait(shared_address(&tiles.rest().done[at.stage]), at.parity ^ 1);
     LatentTiles::Results &r = tiles.rest().results;
     const int thread = fresh(threadIdx.x);
 #pragma unroll
@@ -277,9 +278,10 @@ struct LatentValues {
   }
 
   // Weights of 0 must not meet what lies behind the last key, or before the first one.
-  __device__ __forceinline__ void clear_outside(const Segment &s, int tile, int stage) const {
+  // Returns whether there was any.
+  __device__ __forceinline__ bool clear_outside(const Segment &s, int tile, int stage) const {
     const int low = s.kv_begin - tile * kLatentKeys, high = s.kv_end - tile * kLatentKeys;
-    if (low <= 0 && high >= kLatentKeys) return;
+    if (low <= 0 && high >= kLatentKeys) return false;
     const u32 zero[4] = {};
     for (int i = threadIdx.x % 128; i < kHalfPanels * kLatentKeys * 8; i += 128) {
       const int row = i / 8 % kLatentKeys;
@@ -289,6 +291,7 @@ struct LatentValues {
     }
     fence_async_proxy();
     named_barrier_sync(2 + half, 128);
+    return true;
   }
 
   // Values wait for the scores of the next tile, so that the tensor cores have work while these
@@ -313,8 +316,8 @@ struct LatentValues {
     pin(acc);
   }
 
-  // All tiles of a piece, as in LatentScores.
-  __device__ __forceinline__ void run(const Segment &s, LatentPlace &at) {
+  // All tiles of a piece, as in LatentScores. Bit i of `parities` is that of `released` of stage i.
+  __device__ __forceinline__ void run(const Segment &s, LatentPlace &at, u32 &parities) {
 #pragma unroll
     for (int i = 0; i < kColumns / 2; ++i) acc[i] = 0.f;
     LatentTiles::Rest &r = tiles.rest();
@@ -325,31 +328,43 @@ struct LatentValues {
       mbarrier_wait(shared_address(&r.full[at.stage]), at.parity);
       mbarrier_wait(shared_address(&r.weights[at.stage]), at.parity);
       rescale(tile);
-      clear_outside(s, tile, at.stage);
+      const bool cleared = clear_outside(s, tile, at.stage);
       LatentPlace next = at;
       next.next();
       accumulate(at.stage, next, tile + 1 < end);
       mbarrier_arrive(shared_address(&r.done[at.stage]));
-      if (tile + kLatentStages < end) load_again(s, tile + kLatentStages, at.stage, page);
+      if (tile + kLatentStages < end) {
+        load_again(s, tile + kLatentStages, at, page, parities >> at.stage & 1, cleared);
+        parities ^= 1 << at.stage;
+      }
       at = next;
     }
   }
 
-  // The last to be done with a stage, of both halves and all blocks that share keys, loads it
-  // again.
-  __device__ __forceinline__ void load_again(const Segment &s, int tile, int stage,
-                                             int page) const {
-    named_barrier_sync(2 + half, 128);  // no warp reads the columns any more
-    const int thread = fresh(threadIdx.x) % 128;
-    if (thread >= 32) return;
-    u32 last = 0;
-    if (thread == 0) {
-      if (half == 0) load.expect(stage);
-      const u32 counter = cluster_address(shared_address(&tiles.rest().released[stage]), 0);
-      last = cluster_count(counter, 2 * V::kSide - 1) == 2 * V::kSide - 1;
+  // When all warps of both halves are done with a stage, of all blocks that share keys, each block
+  // loads its part of the next tile in there.
+  __device__ __forceinline__ void load_again(const Segment &s, int tile, const LatentPlace &at,
+                                             int page, u32 parity, bool cleared) const {
+    const int thread = fresh(threadIdx.x) % 128, lane = thread % 32;
+    LatentTiles::Rest &r = tiles.rest();
+    if constexpr (V::kSide == 1) {
+      if (half == 0 || thread >= 32) return;
+      if (thread == 0) load.expect(at.stage);
+      mbarrier_wait(shared_address(&r.done[at.stage]), at.parity);
+      load.load(s, tile, at.stage, page, 0, 0, 1);
+    } else {
+      const u32 released = shared_address(&r.released[at.stage]);
+      if (half == 0 && thread == 0) load.expect(at.stage);
+      __syncwarp();
+      if (lane < V::kSide) cluster_barrier_arrive(cluster_address(released, lane), cleared);
+      if (half == 0 || thread >= 32) return;
+      if (cleared) {
+        cluster_barrier_wait(released, parity);
+      } else {
+        mbarrier_wait(released, parity);
+      }
+      load.load(s, tile, at.stage, page, (1 << V::kSide) - 1,
+                static_cast<int>(blockIdx.x % V::kSide), V::kSide);
     }
-    if (!__shfl_sync(0xffffffffu, last, 0)) return;
-    __syncwarp();  // other lanes load as well
-    load.load(s, tile, stage, page, V::kSide == 1 ? 0 : (1 << V::kSide) - 1);
   }
 };

@@ -45,6 +45,7 @@ struct LatentTiles {
     u64 scored[kLatentStages];   // its scores are there
     u64 weights[kLatentStages];  // its weights are there
     u64 done[kLatentStages];     // its weights and values have been used
+    u64 released[kLatentStages];  // by all blocks that share keys, where a tile is to land in it
     union {
       float factor[2][kLatentRows];  // of the sums before a tile, by its parity
       Results results;               // after the last one
@@ -54,7 +55,6 @@ struct LatentTiles {
     LatentPiece piece[2];
     int newest;  // of them
     LatentCursor cursor;
-    u32 released[kLatentStages];  // halves of columns that are done, of all blocks; in the first
   };
   // Of the queries, what registers do not hold: the rope part, and a step of the latent.
   static constexpr int kRopeAt = kLatentStages * kLatentStageBytes;
@@ -77,6 +77,7 @@ struct LatentTiles {
   __device__ __forceinline__ char *stage(int i) const { return base + i * kLatentStageBytes; }
 
   // By one thread.
+  template <int kSide>
   __device__ __forceinline__ void init() const {
     Rest &r = rest();
     for (int i = 0; i < kLatentStages; ++i) {
@@ -84,7 +85,7 @@ struct LatentTiles {
       mbarrier_init(shared_address(&r.scored[i]), 128);
       mbarrier_init(shared_address(&r.weights[i]), 128);
       mbarrier_init(shared_address(&r.done[i]), 256);
-      r.released[i] = 0;
+      mbarrier_init(shared_address(&r.released[i]), 8 * kSide);
     }
     mbarrier_init_fence();
   }
@@ -132,10 +133,10 @@ struct LatentLoader {
     mbarrier_arrive_expect(shared_address(&tiles.rest().full[stage]), kLatentStageBytes);
   }
 
-  // By one warp: a tile to a stage of each block whose bit is set. Boxes that no row of the segment
-  // sees are zero.
-  __device__ __forceinline__ void load(const Segment &s, int tile, int stage, int page,
-                                       u16 blocks) const {
+  // By one warp: part `part` of `parts` of a tile's latents to a stage of each block whose bit is
+  // set, and the rope part to its own. Boxes that no row of the segment sees are zero.
+  __device__ __forceinline__ void load(const Segment &s, int tile, int stage, int page, u16 blocks,
+                                       int part, int parts) const {
     const int at = static_cast<int>(threadIdx.x % 32) * l.box_keys, key = tile * kLatentKeys + at;
     if (at >= kLatentKeys) return;
     int slot = s.request.kv_begin + key;
@@ -146,13 +147,14 @@ struct LatentLoader {
     // Panels are a dimension of the map where a box has several.
     const bool whole = l.box_panels > 1;
     const u32 full = shared_address(&tiles.rest().full[stage]);
+    put(tiles.panel(stage, kLatentPanels) + at * 128, rope_map, {0, slot, 0, s.kv_head, page}, full,
+        0);
 #pragma unroll 1
-    for (int i = 0; i < kLatentPanels; i += l.box_panels) {
+    for (int i = kLatentPanels / parts * part; i < kLatentPanels / parts * (part + 1);
+         i += l.box_panels) {
       put(tiles.panel(stage, i) + at * 128, latent_map,
           {whole ? 0 : i * 64, slot, whole ? i : 0, s.kv_head, page}, full, blocks);
     }
-    put(tiles.panel(stage, kLatentPanels) + at * 128, rope_map, {0, slot, 0, s.kv_head, page}, full,
-        blocks);
   }
 
  private:
