@@ -115,3 +115,22 @@ def test_the_workspace_of_bounds_is_enough_for_every_call_within_them():
         for tokens in (17, 64, 300, 2048):
             smaller = {**bounds, "batch_size": batch, "max_seqlen_q": tokens}
             assert plan_of(**smaller).attend.workspace_bytes <= enough
+
+
+@pytest.mark.parametrize(
+    ("changes", "lead"),
+    [({}, 512 - 66), ({"batch_size": 16}, 0), ({"causal": False}, 0),
+     ({"max_seqlen_k": 4096, "max_seqlen_q": 4096}, 0),
+     ({"window_size": (100, 0)}, 0)],
+)  # fmt: skip
+def test_of_many_short_requests_the_last_are_walked_by_length(changes, lead):
+    given = {"batch_size": 32, "max_seqlen_q": 512, "max_seqlen_k": 512, "num_heads_q": 16,
+             "num_heads_kv": 16, "page_size": None, "causal": True}  # fmt: skip
+    plan = plan_of(**{**given, **changes})
+    assert plan.numbers[5] == lead
+
+
+def test_results_that_warps_store_come_in_boxes_of_their_rows():
+    given = {"headdim": 256, "max_seqlen_q": 512, "max_seqlen_k": 512}
+    assert [plan_of(**given, num_heads_q=n).result_rows for n in (8, 32)] == [16, 16]
+    assert plan_of(headdim=256).result_rows == plan_of().result_rows == 128

@@ -52,8 +52,8 @@ class PrefillPlan:
     numbers : tuple of int
         The fields of ``PrefillParams`` after its pointers, the last two (a page that lies outside,
         most rows of requests that are skipped) excepted.
-    rows, pack, box_keys : int
-        Rows of a tile; query heads in them; keys of a TMA box.
+    rows, result_rows, pack, box_keys : int
+        Rows of a tile, and of a TMA box of results; query heads in a tile; keys of a TMA box.
     partial_bytes : int
     workspace_at : int
         Where in the workspace it begins: what is before belongs to a launch that runs beside it.
@@ -64,6 +64,7 @@ class PrefillPlan:
     tiling: Tiling
     numbers: tuple[int, ...]
     rows: int
+    result_rows: int
     pack: int
     box_keys: int
     partial_bytes: int
@@ -148,15 +149,20 @@ def make_prefill_plan(
         most_skipped > 0,
     )
     groups = problem.num_heads_q // pack
+    pairs = (problem.batch if blocks else 1) * groups
+    # Of many short requests only the last are walked by falling number of keys.
+    last = info.num_sms // 2
+    lead = pairs - last if share and blocks and last <= min(together, pairs // 4) else 0
     return PrefillPlan(
         attend,
         combine_plan(problem, info) if splits > 1 else None,
         Tiling(chunk, 0, tile.rows // pack * problem.group_size, rows, most_skipped),
         (
-            *(items, splits, log2(pack), groups, blocks, together),
-            *((problem.batch if blocks else 1) * groups, share, _box_keys(problem)),
+            *(items, splits, log2(pack), groups, blocks, lead, together),
+            *(pairs, share, _box_keys(problem)),
         ),
         tile.rows,
+        tile.rows if isinstance(tile, Fp8Tile) else tile.result_rows,
         pack,
         _box_keys(problem),
         partial_bytes,

@@ -2,7 +2,8 @@
 //
 // A tile is V::kTileRows rows of one request: (token, head) pairs of heads that share a KV head,
 // tokens outermost. Tiles with many keys come first, and those that read the same keys
-// together, as far as the L2 holds them.
+// together, as far as the L2 holds them. Where there are many short requests, only the last of them
+// are walked so: before, tiles of all lengths are under way, or all blocks ask for keys at once.
 #pragma once
 
 #include "block/segment.cuh"
@@ -125,8 +126,11 @@ __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const Pref
       blocks = (r.q_len + tokens - 1) / tokens;
       together = max(1, x.l2_keys / max(1, r.kv_len)) * (p.group >> x.pack_shift);
     }
-    const int group = index / (blocks * together), first = group * together;
-    const int width = min(together, x.pairs - first);
+    int first = index / blocks, width = 1;
+    if (first >= x.lead) {
+      first = x.lead + (index - x.lead * blocks) / (blocks * together) * together;
+      width = min(together, x.pairs - first);
+    }
     index -= first * blocks;
     const int above = index / width, pair = first + index - above * width;
     block = blocks - 1 - above;

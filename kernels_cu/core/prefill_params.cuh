@@ -11,7 +11,8 @@ struct PrefillParams {
   i32 pack_shift;    // log2 of the query heads in the rows of a tile
   i32 head_groups;   // query heads over those of a tile
   i32 blocks;        // tiles of every request and head group; 0: by its length
-  i32 together;      // (request, head group) pairs that are walked together, if `blocks`
+  i32 lead;          // (request, head group) pairs that are walked one by one, if `blocks`
+  i32 together;      // and of the others so many together
   i32 pairs;         // (request, head group) pairs that are ordered as one
   i32 l2_keys;       // keys whose K and V of one head fill a share of the L2
   i32 box_keys;      // keys of a TMA box

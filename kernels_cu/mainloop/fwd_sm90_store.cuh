@@ -16,7 +16,10 @@ struct OutputRow {
   // With the sink, which partial results go without. Returns the factor that O is due, and stores
   // the LSE.
   __device__ __forceinline__ float finish(RowResult result) const {
-    if (t.slot >= 0) return result.norm;
+    if (t.slot >= 0) {
+      if (token < t.q_len && quarter == 0) p.partial_lse[partial_row()] = result.lse;
+      return result.norm;
+    }
     if (p.sink) {
       const float sink = load_sink(p, head);
       StateSum state(fmaxf(result.lse, sink));
@@ -36,25 +39,22 @@ struct OutputRow {
     return p.out + at * p.out_token_stride + head * p.out_head_stride;
   }
 
-  // The partial result's row, and its LSE stored.
-  __device__ __forceinline__ float *begin_partial(RowResult result) const {
+  __device__ __forceinline__ i64 partial_row() const {
     const i64 at = static_cast<i64>(t.slot) * p.total_q + t.q_begin + token;
-    const i64 row = at * p.heads_q + head;
-    if (quarter == 0) p.partial_lse[row] = result.lse;
-    return p.partial_out + row * p.head_dim_v;
+    return at * p.heads_q + head;
   }
 
   // `half` 1 is the row 8 after in the accumulators, which hold columns 8j + 2 quarter + {0, 1}.
   // Returns 0, or NaN where anything is not finite.
   template <int kDv>
-  __device__ __forceinline__ float store_partial(RowResult result, int half,
+  __device__ __forceinline__ float store_partial(float norm, int half,
                                                 const float (&o)[kDv / 2]) const {
-    float *const to = begin_partial(result);
+    float *const to = p.partial_out + partial_row() * p.head_dim_v;
     float test = 0.f;
 #pragma unroll
     for (int j = 0; j < kDv / 8; ++j) {
       const int column = 8 * j + 2 * quarter;
-      const float x = o[4 * j + 2 * half] * result.norm, y = o[4 * j + 2 * half + 1] * result.norm;
+      const float x = o[4 * j + 2 * half] * norm, y = o[4 * j + 2 * half + 1] * norm;
       test = fmaf(x, 0.f, fmaf(y, 0.f, test));
       if (column < p.head_dim_v) *reinterpret_cast<float2 *>(to + column) = make_float2(x, y);
     }
@@ -93,16 +93,16 @@ __device__ __forceinline__ float sum_pairs(u32 pair) {
 }
 
 // 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a
-// row with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not
-// finite.
-template <ScalarType kType, int kDv>
+// row with the swizzle of 128 bytes, `panel` bytes apart. Of columns kFrom to kTo. Returns 0, or NaN
+// where anything is not finite.
+template <ScalarType kType, int kDv, int kFrom = 0, int kTo = kDv>
 __device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const float (&norm)[2],
                                             const float (&o)[kDv / 2]) {
   const int matrix = lane / 8, row = lane % 8;
   const u32 to = rows + (matrix % 2 * 8 + row) * 128 + (matrix / 2 ^ row) * 16;
   u32 test[4] = {};
 #pragma unroll
-  for (int j = 0; j < kDv / 16; ++j) {
+  for (int j = kFrom / 16; j < kTo / 16; ++j) {
     u32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const
       word[i] = pack_pair<kType>(o[at] * norm[i % 2], o[at + 1] * norm[i % 2]);
       test[i] = times_zero<kType>(word[i], test[i]);
     }
-    stmatrix4((to ^ j % 4 * 32) + j / 4 * panel, word);
+    stmatrix4((to ^ j % 4 * 32) + (j / 4 - kFrom / 64) * panel, word);
   }
   return sum_pairs<kType>(test[0]) + sum_pairs<kType>(test[1]) + sum_pairs<kType>(test[2]) +
          sum_pairs<kType>(test[3]);

@@ -14,6 +14,7 @@ _TAIL = _TILES.replace(lengths=((140, 60), (40, 0), (70, 3)))  # tiles with rows
 _AGAIN = Case(lengths=((1, 0), (1, 0), (17, 255)), num_heads_kv=2, group_size=8, q_type="bf16",
               kv_type="bf16", head_dim=64, head_dim_v=128, pattern="spiky", seed=2556)  # fmt: skip
 _ONE_BUFFER = _TILES.replace(head_dim=256)
+_MANY = _TILES.replace(lengths=((140, 60),) * 8, group_size=1, head_dim=128)
 _WINDOW = _TILES.replace(window_size=(90, 0), causal=False)
 
 PLANTED_PREFILL = [
@@ -43,7 +44,7 @@ PLANTED_PREFILL = [
     Planted(
         "handed over: results without a proxy fence",
         PREFILL,
-        r"fence_async_proxy\(\);(\s+return fmaf)",
+        r"fence_async_proxy\(\);(\s+return last)",
         r"\1",
         _TILES,
     ),
@@ -96,6 +97,50 @@ PLANTED_PREFILL = [
         r"\1",
         _ONE_BUFFER,
         always=False,
+    ),
+    Planted(
+        "walked: the first of the last pairs by itself",
+        PREFILL,
+        r"first >= x\.lead",
+        "first > x.lead",
+        _MANY,
+        num_sms=8,
+    ),
+    Planted("begun: never said", PREFILL, r"release\(shared\.rest\(\)\.begun\);", ";", _TILES),
+    Planted(
+        "pieces: without a proxy fence",
+        PREFILL,
+        r"fence_async_proxy\(\);(\s+__syncwarp\(\);\s+if \(lane < kColumns)",
+        r"\1",
+        _ONE_BUFFER,
+    ),
+    Planted(
+        "pieces: over those that are still read",
+        PREFILL,
+        r"cp\.async\.bulk\.wait_group\.read 0;",
+        "",
+        _ONE_BUFFER,
+    ),
+    Planted(
+        "pieces: stored before all lanes have written",
+        PREFILL,
+        r"__syncwarp\(\);(\s+if \(lane < kColumns)",
+        r"\1",
+        _ONE_BUFFER,
+    ),
+    Planted(
+        "pieces: the same columns twice",
+        PREFILL,
+        r"kFrom \+ lane \* 64",
+        "lane * 64",
+        _ONE_BUFFER,
+    ),
+    Planted(
+        "pieces: rows of heads as rows of tokens",
+        PREFILL,
+        r"t\.q_begin \+ t\.token \+ \(first >> shift\)",
+        "t.q_begin + t.token + first",
+        _ONE_BUFFER,
     ),
     Planted(
         "staged: results without the swizzle",
