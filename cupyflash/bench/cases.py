@@ -297,6 +297,8 @@ def _other() -> list[BenchCase]:
                 **latent,
             )
         )
+    lengths = tuple(range(1000, 7112, 97))
+    found.append(BenchCase("mla/h128/ragged", "mla", (1,) * 64, lengths, num_heads_q=128, **latent))
     tokens = (8192,)
     return [
         *found,
