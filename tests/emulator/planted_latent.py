@@ -35,7 +35,7 @@ PLANTED_LATENT = [
     Planted("latent: keys land on outputs of the piece before", LATENT, r"third_is_free\(\);(\s*if \(warp == 2\) load)", r"\1", _PIECES, num_sms=1),
     Planted("latent: queries before they are copied", LATENT, r"meanwhile\(\);\s*cp_async_wait<0>\(\);", "meanwhile();", _ONE),
     Planted("latent: weights of another row of parts", LATENT, r"i \* kEach \+ j\)", "j)", _SPLIT.replace(group_size=20), num_sms=3),
-    Planted("latent: parts before they are copied", LATENT, r"cp_async_wait<0>\(\);(\s*named_barrier_sync\(kValuesOnly, 256\);)", r"\1", _SPLIT, num_sms=9),
+    Planted("latent: parts before they are copied", LATENT, r"cp_async_wait<0>\(\);(\s*named_barrier_sync\(kValuesOnly, 256\);)", r"\1", _SPLIT.replace(lengths=((1, 1200),)), num_sms=9),
     Planted("latent: keys behind the last tile of a segment", LATENT, r"min\(last, cursor\.end\)", "min(next, cursor.end)", _PIECES),
     Planted("latent: weights where keys are still read", LATENT, r"named_barrier_sync\(kScoresOnly, 128\);  // no warp reads", "// no warp reads", _ONE),
     Planted("latent: one key too many is seen", LATENT, r"column >= high\) x", "column > high) x", _ONE.replace(lengths=((2, 390),))),
