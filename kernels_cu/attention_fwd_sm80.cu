@@ -12,15 +12,12 @@ extern "C" __global__ void __launch_bounds__(AttentionVariant::kThreads, Attenti
     const __grid_constant__ AttentionParams p) {
   extern __shared__ __align__(128) char smem[];
   using Kernel = Forward<AttentionVariant>;
+  const u32 heads = p.heads_kv, blocks = gridDim.x / heads;
   // The last blocks of a causal request see the most keys: they start first. Where requests are of
   // unequal lengths, they do so for all heads, or those of the last head would end late.
   const bool heads_first = p.blocks_a_request == 0;
-  u32 major = blockIdx.y, minor = blockIdx.x, blocks = heads_first ? gridDim.y : gridDim.x;
-  if (gridDim.y == 1) {  // too many of both for two dimensions
-    blocks = gridDim.x / p.heads_kv;
-    const u32 minors = heads_first ? p.heads_kv : blocks;
-    major = blockIdx.x / minors, minor = blockIdx.x - major * minors;
-  }
+  const u32 major = blockIdx.x / (heads_first ? heads : blocks);
+  const u32 minor = blockIdx.x - major * (heads_first ? heads : blocks);
   const int block = static_cast<int>(blocks - 1 - (heads_first ? major : minor));
   Segment found;
   found.kv_head = static_cast<int>(heads_first ? minor : major);

@@ -10,7 +10,6 @@ from .arrays import AttentionArrays
 from .attention_params import ATTENTION_PARAMS
 from .call import Call
 from .device import Device
-from .divisors import exact_inverse
 from .dtypes import FP32, scalar_type
 from .layout import Layout
 from .problem import AttentionProblem
@@ -124,7 +123,6 @@ class _Shape:
         self._strides = _strides(arrays, out, lse, scales)
         self._numbers = _numbers(problem, arrays, tiling)
         self._floats, self._skipped = _floats(problem, scales), tiling.skipped_rows
-        self._inverses = _inverses(problem, tiling)
         self._widths = [
             (_joined(spec), nbytes)
             for spec, nbytes in (
@@ -142,12 +140,7 @@ class _Shape:
             for start, (strides, nbytes) in zip(starts, self._widths, strict=True)
         ]
         return ATTENTION_PARAMS.pack_tail(
-            *self._strides,
-            *self._numbers,
-            *vectorised,
-            *self._floats,
-            self._skipped,
-            *self._inverses,
+            *self._strides, *self._numbers, *vectorised, *self._floats, self._skipped
         )
 
 
@@ -210,16 +203,6 @@ def _numbers(problem: AttentionProblem, arrays: AttentionArrays, tiling: Tiling)
 def _floats(problem: AttentionProblem, scales: tuple[Any, ...]) -> tuple[float, ...]:
     q, k, v = (scale if type(scale) is float else 1.0 for scale in scales)
     return problem.softmax_scale * q * k, v, problem.softcap
-
-
-def _inverses(problem: AttentionProblem, tiling: Tiling) -> tuple[int, int]:
-    """For quotients by the group size and by the row blocks of a request."""
-    rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
-    blocks = tiling.blocks_a_request
-    return (
-        exact_inverse(problem.group_size, rows),
-        exact_inverse(blocks, problem.batch * blocks),
-    )
 
 
 def _cache_strides(spec: Spec) -> tuple[int, ...]:

@@ -29,5 +29,4 @@ ATTENTION_PARAMS = ParamsLayout(
     *((name, "i32") for name in _NUMBERS),
     *((name, "f32") for name in ("softmax_scale", "v_scale", "softcap")),
     ("skipped_rows", "i32"),
-    *((name, "u32") for name in ("inverse_group", "inverse_blocks")),
 )

@@ -103,7 +103,7 @@ def _plan(
     chunk, splits = _choose_splits(problem, info, tile, blocks, rows, limit)
     forward = Plan(
         tile.variant(native_arch(info.capability), score_mod(problem)),
-        _grid(problem, blocks, blocks_a_request, splits),
+        (problem.num_heads_kv * blocks, 1, splits),
         (tile.threads, 1, 1),
         tile.smem_bytes,
         _partial_bytes(problem, rows, splits),
@@ -205,15 +205,6 @@ def _row_blocks(problem: AttentionProblem, rows: int) -> tuple[int, int]:
     if per_request * problem.batch <= ragged:
         return per_request * problem.batch, per_request
     return ragged, 0
-
-
-def _grid(
-    problem: AttentionProblem, blocks: int, blocks_a_request: int, splits: int
-) -> tuple[int, int, int]:
-    """Row blocks and KV heads in the kernel's order, along x alone where y cannot take them."""
-    heads = problem.num_heads_kv
-    minor, major = (blocks, heads) if blocks_a_request else (heads, blocks)
-    return (minor, major, splits) if 1 < major < 1 << 16 else (minor * major, 1, splits)
 
 
 def _visible(problem: AttentionProblem, rows: int) -> int:

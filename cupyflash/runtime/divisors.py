@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["exact_inverse", "inverse", "log2", "page_shift"]
+__all__ = ["inverse", "log2", "page_shift"]
 
 
 def log2(power: int) -> int:
@@ -19,10 +19,3 @@ def page_shift(page_size: int | None) -> int:
 def inverse(divisor: int) -> int:
     """2**32 / ``divisor`` rounded up, modulo 2**32: 0 stands for 1."""
     return -(-(1 << 32) // divisor) % (1 << 32)
-
-
-def exact_inverse(divisor: int, end: int) -> int:
-    """`inverse`, if the upper half of a product with it is the quotient of every number below
-    ``end``; else 0, and for 0 and 1."""
-    exact = 1 < divisor < 1 << 15 and end * divisor <= 1 << 32
-    return inverse(divisor) if exact else 0

@@ -153,22 +153,10 @@ __device__ __forceinline__ void copy_queries(const AttentionParams &p, const Seg
   const char *const first = first_query(p, s) + (read ? chunk * 16 : 0);
   fill_info<kRows, kThreads, true>(p, s, rows, info);
   if (chunk >= kChunks) return;
-  constexpr int kStep = kThreads / kLanes;
-  const int row = threadIdx.x / kLanes;
-  if (const u32 apart = rows.tokens_apart<kStep>()) {
-    const i64 step = apart * p.q_token_stride;
-    const char *from = first + query_offset(p, rows[row]);
 #pragma unroll 4
-    for (int at = row; at < kRows; at += kStep, from += step) {
-      const bool inside = at < rows.count;
-      copy(tile_offset<kChunks>(at, chunk), inside ? from : first, read && inside ? 16 : 0);
-    }
-    return;
-  }
-#pragma unroll 4
-  for (int at = row; at < kRows; at += kStep) {
-    copy(tile_offset<kChunks>(at, chunk),
-         first + query_offset(p, rows[min(at, rows.count - 1)]),
-         read && at < rows.count ? 16 : 0);
+  for (int row = threadIdx.x / kLanes; row < kRows; row += kThreads / kLanes) {
+    copy(tile_offset<kChunks>(row, chunk),
+         first + query_offset(p, rows[min(row, rows.count - 1)]),
+         read && row < rows.count ? 16 : 0);
   }
 }

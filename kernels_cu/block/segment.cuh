@@ -7,15 +7,6 @@
 
 #include "core/attention_params.cuh"
 
-// n / divisor, by the inverse where the host gives one.
-__device__ __forceinline__ u32 quotient(u32 n, u32 divisor, u32 inverse) {
-  if (inverse) return __umulhi(n, inverse);
-  return divisor == 1 ? n : n / divisor;
-}
-__device__ __forceinline__ int token_of(const AttentionParams &p, int row) {
-  return static_cast<int>(quotient(row, p.group, p.inverse_group));
-}
-
 struct Request {
   int index;
   int q_begin, q_len;
@@ -38,7 +29,7 @@ struct Segment {
 
   __device__ __forceinline__ void find_free_keys(const AttentionParams &p) {
     const int shift = request.kv_len - request.q_len;
-    const int first = token_of(p, row_begin) + shift, last = token_of(p, row_end - 1) + shift;
+    const int first = row_begin / p.group + shift, last = (row_end - 1) / p.group + shift;
     free_begin = p.window_left < 0 ? 0 : last - p.window_left;
     free_end = p.window_right < 0 ? kv_end : min(kv_end, first + p.window_right + 1);
   }
@@ -81,7 +72,7 @@ __device__ __forceinline__ KeyRange visible_keys(const AttentionParams &p, const
 
 __device__ __forceinline__ KeyRange block_keys(const AttentionParams &p, const Request &r,
                                                int row_begin, int row_end) {
-  return visible_keys(p, r, token_of(p, row_begin), token_of(p, row_end - 1));
+  return visible_keys(p, r, row_begin / p.group, (row_end - 1) / p.group);
 }
 
 // Chunks that a range touches.
@@ -96,7 +87,7 @@ __device__ __forceinline__ bool find_segment(const AttentionParams &p, int index
                                           Segment &segment) {
   int request, block;
   if (p.blocks_a_request) {
-    request = static_cast<int>(quotient(index, p.blocks_a_request, p.inverse_blocks));
+    request = index / p.blocks_a_request;
     block = index - request * p.blocks_a_request;
   } else {
     const auto start = [&](int i) {
@@ -112,10 +103,9 @@ __device__ __forceinline__ bool find_segment(const AttentionParams &p, int index
   segment.row_end = min(rows, segment.row_begin + kRows);
   if (segment.row_begin >= rows) return false;
   const KeyRange keys = block_keys(p, segment.request, segment.row_begin, segment.row_end);
-  const bool whole = keys.end <= p.chunk;  // one chunk
-  const int chunks = whole ? keys.begin < keys.end : count_chunks(p, keys);
+  const int chunks = count_chunks(p, keys);
   if (split >= max(1, chunks)) return false;
-  const i64 begin = whole ? 0 : static_cast<i64>(keys.begin / p.chunk + split) * p.chunk;
+  const i64 begin = static_cast<i64>(keys.begin / p.chunk + split) * p.chunk;
   segment.kv_begin = static_cast<int>(max(begin, static_cast<i64>(keys.begin)));
   segment.kv_end = static_cast<int>(min(begin + p.chunk, static_cast<i64>(keys.end)));
   segment.find_free_keys(p);
@@ -136,17 +126,9 @@ struct SegmentRows {
   u32 inverse;  // 2^32 over the group size, rounded up; 0: it is 1, or not below 2^15
 
   __device__ __forceinline__ static SegmentRows of(const AttentionParams &p, const Segment &s) {
-    const u32 group = p.group, row = s.row_begin, token = token_of(p, s.row_begin);
-    u32 inverse = p.inverse_group;
-    if (!inverse && group > 1 && group < 1u << 15) inverse = 0xffffffffu / group + 1;
-    return {s.row_end - s.row_begin, token, row - token * group, s.kv_head * group, group, inverse};
-  }
-
-  // Tokens between a row and the one kStep further on, a power of two, if all of these are of one
-  // head; else 0.
-  template <u32 kStep>
-  __device__ __forceinline__ u32 tokens_apart() const {
-    return group <= kStep && (group & (group - 1)) == 0 ? kStep >> (31 - __clz(group)) : 0;
+    const u32 group = p.group, row = s.row_begin, token = row / group;
+    return {s.row_end - s.row_begin, token, row - token * group, s.kv_head * group, group,
+            group > 1 && group < 1u << 15 ? 0xffffffffu / group + 1 : 0};
   }
 
   // A product does for the quotient of a number below group + 128; a large group goes into it at

@@ -56,7 +56,4 @@ struct AttentionParams {
   float v_scale;
   float softcap;  // 0: off
   i32 skipped_rows;  // requests with so many rows (tokens times group) are left to another launch
-  u32 inverse_group;   // 2^32 over the group size, rounded up, where a product with it does for the
-                       // quotient of every row; else 0
-  u32 inverse_blocks;  // the same of blocks_a_request and every row block
 };

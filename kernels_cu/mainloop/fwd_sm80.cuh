@@ -319,7 +319,7 @@ struct Forward {
     for (int i = 0; i < kStages; ++i) at[i] = copy.find(begin + i);
 #pragma unroll
     for (int i = 0; i < KeyCopy<V>::kEarly; ++i) copy.ask(begin + kStages + i);
-    start_queries();
+    if constexpr (kStages > 2) start_queries();
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       copy.write_list(begin + i, at[i]);
@@ -327,6 +327,7 @@ struct Forward {
       issue(begin + i, kPowerOfTwo ? (begin + i) & kAhead : i);
     }
     copy.write_list(begin + kAhead, at[kAhead]);
+    if constexpr (kStages == 2) start_queries();  // the first wait is for all
     u32 stage = 0, free = kAhead;
     for (u32 tile = begin; has(tile); ++tile) {
       if constexpr (kPowerOfTwo) stage = tile & kAhead, free = (tile + kAhead) & kAhead;

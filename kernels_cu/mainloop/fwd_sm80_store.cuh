@@ -91,20 +91,6 @@ struct ForwardStore {
     const int chunk = lane % kLanes;
     char *const to = p.out + token * p.out_token_stride + chunk * 16;
     if (chunk * 8 >= p.head_dim_v) return;
-    constexpr int kStep = 32 / kLanes;
-    if (const u32 apart = rows.tokens_apart<kStep>()) {
-      const RowPlace at = rows[first_row + lane / kLanes];
-      const i64 step = apart * p.out_token_stride;
-      char *row_to = to + at.token * p.out_token_stride + at.head * p.out_head_stride;
-#pragma unroll 4
-      for (int row = first_row + lane / kLanes; row < first_row + kRowTiles * 16;
-           row += kStep, row_to += step) {
-        const uint4 value =
-            *reinterpret_cast<const uint4 *>(smem + tile_offset<kQueryChunks>(row, chunk));
-        if (row < rows.count) *reinterpret_cast<uint4 *>(row_to) = value;
-      }
-      return;
-    }
 #pragma unroll 4
     for (int row = first_row + lane / kLanes; row < first_row + kRowTiles * 16;
          row += 32 / kLanes) {
