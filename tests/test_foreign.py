@@ -260,6 +260,48 @@ def test_memory_that_is_read_only_is_read_and_not_written(device):
         adopt(interface_of(None, read_only=True), "out", Consumer())
 
 
+def test_an_array_in_parts_is_refused():
+    class Array(Foreign):
+        def __dlpack_device__(self):
+            raise BufferError("__dlpack__ only supported for unsharded arrays.")
+
+    with pytest.raises(TypeError, match=r"q \(Array, .*unsharded"):
+        adopt(Array(np.zeros(2, np.float16)), "q", Consumer())
+
+
+def test_host_memory_that_is_read_only_is_read_and_not_written():
+    array = np.zeros(2, np.float16)
+    array.flags.writeable = False
+    adopt(Foreign(array), "q", Consumer())
+    with pytest.raises(ValueError, match=r"out is written.*read-only"):
+        adopt(Foreign(array), "out", Consumer())
+
+
+def test_an_array_that_was_donated_is_refused():
+    class Array(Foreign):
+        def is_deleted(self):
+            return True
+
+    with pytest.raises(ValueError, match="q was deleted or donated"):
+        adopt(Array(np.zeros(2, np.float16)), "q", Consumer())
+
+
+def test_arrays_of_jax_are_read_only_in_types_without_an_interface():
+    class Array(Foreign):
+        __module__ = "jaxlib._jax"
+
+        def __dlpack_device__(self):
+            return 2, 0
+
+        @property
+        def __cuda_array_interface__(self):
+            raise RuntimeError("not supported for BF16 buffers")
+
+    for name in ("out", "key_cache", "workspace"):
+        with pytest.raises(ValueError, match=f"{name} is written, and jaxlib hands it out as read"):
+            adopt(Array(np.zeros(2, np.float16)), name, Consumer())
+
+
 def test_a_library_that_refuses_is_quoted(device):
     class NeedsGradient(OnGpu):
         def __dlpack__(self, *, stream):

@@ -2,84 +2,53 @@
 
 from __future__ import annotations
 
-import ctypes
+import gc
+import sys
 from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cupyflash.runtime import foreign_views
-from cupyflash.runtime.foreign import NO_WAIT, Consumer
+from cupyflash.runtime import (
+    foreign_interface,
+    foreign_jax,
+    foreign_numba,
+    foreign_torch,
+    foreign_views,
+    kept_views,
+)
+from cupyflash.runtime.foreign import Consumer
 from cupyflash.runtime.foreign_views import gpu_views
 
 cupy = pytest.importorskip("cupy")  # its arrays; nothing of them is read
-CODES = {"f": 2, "i": 0, "u": 1, "V": 4}
-LOOK = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
-STREAM = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_int32, ctypes.c_void_p)
-
-
-class DLTensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p), ("device", ctypes.c_int32), ("ordinal", ctypes.c_int32),
-        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
-        ("offset", ctypes.c_uint64),
-    ]  # fmt: skip
-
-
-class Api(ctypes.Structure):
-    _fields_ = [
-        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("previous", ctypes.c_void_p),
-        ("unused", ctypes.c_void_p * 3), ("look", LOOK), ("stream", STREAM),
-    ]  # fmt: skip
-
-
-def look(value, out):
-    """What the stand-in's array is, as if it lay on a GPU."""
-    array = value.array
-    tensor = DLTensor.from_address(out)
-    value.counts = (ctypes.c_int64 * array.ndim)(*array.shape)
-    value.steps = (ctypes.c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
-    tensor.data, tensor.device, tensor.ordinal = array.ctypes.data, value.device, 0
-    tensor.ndim, tensor.code, tensor.bits = array.ndim, CODES[array.dtype.kind], 8 * array.itemsize
-    tensor.lanes, tensor.offset = 1, 0
-    tensor.shape = ctypes.addressof(value.counts)
-    tensor.strides = ctypes.addressof(value.steps)
-    value.looks += 1
-    return 0
-
-
-def working_on(device, ordinal, out):
-    ctypes.c_uint64.from_address(out).value = 77
-    return 0
-
-
-API = Api(1, 3, None, (ctypes.c_void_p * 3)(), LOOK(look), STREAM(working_on))
-NAME = b"dlpack_exchange_api"  # a capsule does not keep its name
-new_capsule = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p
-)(("PyCapsule_New", ctypes.pythonapi))
+ALL = (foreign_interface, foreign_jax, foreign_torch, foreign_views)
 
 
 class Tensor:
-    """A tensor of a library that has DLPack's C interface."""
+    """A tensor of torch."""
 
     __module__ = "torch"
-    __dlpack_c_exchange_api__ = new_capsule(ctypes.addressof(API), NAME, None)
     requires_grad = False
 
     def __init__(self, array, device=2):
-        self.array, self.device, self.looks = array, device, 0
+        self.array, self.device = array, device
 
     shape = property(lambda self: self.array.shape)
     dtype = property(lambda self: self.array.dtype)
+    is_cuda = property(lambda self: self.device == 2)
 
     def is_neg(self):
         return False
 
     def data_ptr(self):
         return self.array.ctypes.data
+
+    def get_device(self):
+        return 0
+
+    def is_contiguous(self):
+        return self.array.flags.c_contiguous
 
     def stride(self):
         return tuple(step // self.array.itemsize for step in self.array.strides)
@@ -95,24 +64,93 @@ class Interface:
     """A GPU array of which nothing is known but the array interface."""
 
     def __init__(self, array, stream=None, **changes):
+        self.array = array
         found = {"data": (array.ctypes.data, False), "shape": array.shape, "stream": stream}
         found |= {"typestr": array.dtype.str, "strides": array.strides, "version": 3}
         self.__cuda_array_interface__ = found | changes
 
-    __cuda_array_interface__ = None
+
+class NumbaArray:
+    """A device array of Numba, which makes its interface anew each time."""
+
+    __module__ = "numba.cuda.cudadrv.devicearray"
+
+    def __init__(self, array, stream=0):
+        self.array, self.stream, self.asked = array, stream, 0
+        self.gpu_data, self.shape, self.strides = object(), array.shape, array.strides
+        self.dtype = array.dtype
+
+    @property
+    def __cuda_array_interface__(self):
+        self.asked += 1
+        return Interface(self.array, self.stream or None).__cuda_array_interface__
+
+
+class Jax:
+    """An array of JAX on a GPU."""
+
+    __module__ = "jaxlib._jax"
+
+    def __init__(self, array, layout="{0}", ready=True, device=2):
+        self.array, self._pjrt_layout, self.ready, self.device = array, layout, ready, device
+        self.aval = (array.shape, array.dtype)
+        self.told, self.deleted, self.asked = [], False, 0
+
+    def unsafe_buffer_pointer(self):
+        if self.deleted:
+            raise RuntimeError("Array has been deleted")
+        self.asked += 1
+        return self.array.ctypes.data
+
+    def is_ready(self):
+        return self.ready
+
+    def is_deleted(self):
+        return self.deleted
+
+    def __dlpack_device__(self):
+        return self.device, 0
+
+    def __dlpack__(self, stream=None):
+        self.told.append(stream)
 
 
 @pytest.fixture
 def ordered(monkeypatch):
     """What was ordered: (producer, consumer) streams."""
     found = []
-    device = SimpleNamespace(order=lambda first, then: found.append((first, then)))
-    stream = SimpleNamespace(handle=5)
-    monkeypatch.setattr(Consumer, "on", lambda self, ordinal: (device, stream.handle))
-    monkeypatch.setattr(foreign_views, "one_gpu", lambda: True)
-    monkeypatch.setattr(foreign_views, "_views", {})
-    found_stream = SimpleNamespace(orders=found, stream=stream)
-    return found_stream
+    stream = SimpleNamespace(handle=5, captured=False)
+    device = SimpleNamespace(
+        order=lambda first, then: found.append((first, then)),
+        is_capturing=lambda handle: stream.captured,
+    )
+    monkeypatch.setattr(Consumer, "queue", lambda self, ordinal: (device, stream.handle))
+    for module in ALL:
+        if hasattr(module, "one_gpu"):
+            monkeypatch.setattr(module, "one_gpu", lambda: True)
+    kept_views.views.clear()
+    monkeypatch.setattr(foreign_views, "_looks", {})
+    torch = SimpleNamespace(_C=SimpleNamespace(_cuda_getCurrentRawStream=lambda ordinal: 77))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return SimpleNamespace(orders=found, stream=stream, torch=torch)
+
+
+@pytest.fixture
+def adopted(monkeypatch):
+    """What was adopted, by name; views of arrays that say where their memory is."""
+    found = []
+
+    def adopt(value, name, consumer):
+        found.append(name)
+        array = value.array
+        memory = cupy.cuda.UnownedMemory(array.ctypes.data, max(1, array.nbytes), array, 0)
+        start = cupy.cuda.MemoryPointer(memory, 0)
+        return cupy.ndarray(array.shape, array.dtype, start, array.strides)
+
+    for module in ALL:
+        if hasattr(module, "adopt"):
+            monkeypatch.setattr(module, "adopt", adopt)
+    return found
 
 
 def arrays():
@@ -127,109 +165,185 @@ def arrays():
 
 
 @pytest.mark.parametrize("array", [*arrays()], ids=lambda a: f"{a.dtype}{a.shape}")
-@pytest.mark.parametrize("kind", [Tensor, Interface])
-def test_a_view_is_the_array(array, kind, ordered):
+@pytest.mark.parametrize("kind", [Tensor, Interface, NumbaArray, Jax])
+def test_a_view_is_the_array_and_is_made_once(array, kind, ordered, adopted):
     given = kind(array)
     (found,) = gpu_views((given,), ("q",), None)
     assert isinstance(found, cupy.ndarray)
     assert (found.shape, found.dtype, found.strides) == (array.shape, array.dtype, array.strides)
     assert found.data.ptr == array.ctypes.data
-    again = kind(array)
-    assert gpu_views((None, 1.0, again), ("a", "b", "q"), None)[2] is found
-    assert kind is Interface or again.looks == 0
+    for again in (given, kind(array)):  # known, and alike
+        assert gpu_views((None, 1.0, again), ("a", "b", "q"), None)[2] is found
+    assert adopted == (["q"] if kind in (Tensor, Jax) else [])
 
 
-def test_a_bfloat16_tensor(ordered):
+@pytest.mark.parametrize("kind", [Tensor, Jax])
+def test_bfloat16(kind, ordered, adopted):
     array = np.zeros((3, 8), ml_dtypes.bfloat16)
-    assert gpu_views((Tensor(array),), ("q",), None)[0].dtype == array.dtype
+    assert gpu_views((kind(array),), ("q",), None)[0].dtype == array.dtype
 
 
-def test_the_same_address_with_another_shape_is_another_view(ordered):
+@pytest.mark.parametrize("kind", [Tensor, Interface, NumbaArray, Jax])
+def test_the_same_address_with_another_shape_is_another_view(kind, ordered, adopted):
     array = np.zeros((4, 8), np.float16)
-    for kind in (Tensor, Interface):
-        shapes = [gpu_views((kind(a),), ("q",), None)[0].shape for a in (array, array[:2])]
-        assert shapes == [(4, 8), (2, 8)]
+    shapes = [gpu_views((kind(a),), ("q",), None)[0].shape for a in (array, array[:2])]
+    assert shapes == [(4, 8), (2, 8)]
 
 
-def test_a_tensor_whose_memory_moved_is_looked_at_again(ordered):
-    tensor = Tensor(np.zeros(4, np.float16))
-    first = gpu_views((tensor,), ("q",), None)[0]
-    tensor.array = np.zeros(4, np.float16)
-    assert gpu_views((tensor,), ("q",), None)[0].data.ptr == tensor.array.ctypes.data
-    assert first.data.ptr != tensor.array.ctypes.data
+def test_a_tensor_that_changed_is_looked_at_again(ordered, adopted):
+    tensor = Tensor(np.zeros((4, 4), np.float16))
+    gpu_views((tensor,), ("q",), None)
+    for changed in (np.zeros((4, 4), np.float16), tensor.array[:2], tensor.array.T):
+        tensor.array = changed
+        (found,) = gpu_views((tensor,), ("q",), None)
+        assert (found.data.ptr, found.shape) == (changed.ctypes.data, changed.shape)
+        assert found.strides == changed.strides
 
 
-def test_other_streams_are_ordered_once_a_call(ordered):
+def test_a_device_array_of_numba_that_changed_is_looked_at_again(ordered):
+    given = NumbaArray(np.zeros((4, 4), np.float16))
+    first = gpu_views((given,), ("q",), None)[0]
+    given.asked = 0
+    assert gpu_views((given,), ("q",), None)[0] is first
+    assert given.asked == 0
+    given.array = np.zeros((4, 4), np.float16)
+    given.gpu_data = object()
+    assert gpu_views((given,), ("q",), None)[0].data.ptr == given.array.ctypes.data
+    assert given.asked == 1
+
+
+@pytest.mark.parametrize("kind", [NumbaArray, Jax])
+def test_an_array_is_not_taken_for_one_that_is_gone(kind, ordered, adopted):
+    """Objects come to lie where others were; so does a new one of another shape here."""
+    seen = foreign_numba._seen if kind is NumbaArray else foreign_jax._ready
+    array = np.zeros((4, 4), np.float16)
+    given = kind(array)
+    gpu_views((given,), ("q",), None)
+    entry = seen.pop(id(given))
+    del given
+    gc.collect()
+    other = kind(array[:2])
+    seen[id(other)] = entry
+    assert gpu_views((other,), ("q",), None)[0].shape == (2, 4)
+
+
+def test_other_streams_are_ordered_once_a_call(ordered, adopted):
     given = [Tensor(np.zeros(n, np.float16)) for n in (3, 4)]
     given += [Interface(np.zeros(n, np.float16), stream) for n, stream in ((3, 9), (4, 9), (5, 1))]
-    gpu_views(given, "abcde", None)
-    assert ordered.orders == [(77, 5), (9, 5), (1, 5)]
-    ordered.orders.clear()
+    given += [NumbaArray(np.zeros(3, np.float16), stream) for stream in (8, 0, 8)]
+    for _ in range(2):
+        gpu_views(given, "abcdefgh", None)
+        assert ordered.orders == [(77, 5), (9, 5), (1, 5), (8, 5)]
+        ordered.orders.clear()
     ordered.stream.handle = 77
     gpu_views(given[:2], "ab", None)
     assert ordered.orders == []
-    ordered.stream.handle = NO_WAIT
-    gpu_views(given, "abcde", None)
+    ordered.stream.handle, ordered.stream.captured = 5, True
+    gpu_views(given, "abcdefgh", None)
     assert ordered.orders == []
 
 
-def test_with_more_gpus_an_address_says_nothing(ordered, monkeypatch):
-    """Memory of one may come back on another: views are made anew."""
-    monkeypatch.setattr(foreign_views, "one_gpu", lambda: False)
-    monkeypatch.setattr(foreign_views, "adopt", lambda *_: "adopted")
+def test_the_stream_of_torch_by_its_public_interface(ordered, adopted):
+    del ordered.torch._C
+    ordered.torch.cuda = SimpleNamespace(current_stream=lambda n: SimpleNamespace(cuda_stream=66))
+    tensor = Tensor(np.zeros(3, np.float16))
+    gpu_views((tensor,), "a", None)
+    assert ordered.orders == [(66, 5)]
+
+
+def test_with_more_gpus_an_address_says_nothing(ordered, adopted, monkeypatch):
+    """Memory of one may come back on another."""
+    for module in ALL:
+        if hasattr(module, "one_gpu"):
+            monkeypatch.setattr(module, "one_gpu", lambda: False)
     array = np.zeros(3, np.float16)
-    one, two = (gpu_views((Tensor(array),), ("q",), None)[0] for _ in range(2))
-    assert one is not two
-    assert gpu_views((Interface(array),), ("q",), None) == ("adopted",)
+    for kind, times in ((Interface, 2), (Jax, 2), (Tensor, 1)):
+        adopted.clear()
+        kept = [kind(array) for _ in range(2)]
+        for given in kept:
+            gpu_views((given,), ("q",), None)
+        assert adopted == ["q"] * times
+    elsewhere = Tensor(array)
+    elsewhere.get_device = lambda: 1
+    gpu_views((elsewhere,), ("other",), None)
+    assert adopted == ["q", "other"]
+    known = Jax(array)
+    for _ in range(2):
+        gpu_views((known,), ("jax",), None)
+    assert adopted[2:] == ["jax"]
 
 
-def test_what_the_quick_way_is_not_for(ordered, monkeypatch):
-    asked = []
-    monkeypatch.setattr(foreign_views, "adopt", lambda value, name, _: asked.append(name))
+def test_what_the_quick_way_is_not_for(ordered, adopted):
     array = np.zeros((2, 3), np.float16)
+    gpu_views((Tensor(array), Jax(array)), ("q", "k"), None)
+    adopted.clear()
     learning, negative = Tensor(array), Tensor(array)
     learning.requires_grad = True
     negative.is_neg = lambda: True
+    no_memory = Tensor(array)
+
+    def data_ptr():
+        raise RuntimeError("a tensor that does not have storage")
+
+    no_memory.data_ptr = data_ptr
     given = {
-        "learning": learning, "negative": negative,
+        "learning": learning, "negative": negative, "no_memory": no_memory,
         "empty": Tensor(array[:0]),
-        "complex": Tensor(np.zeros(3, np.float64)),
+        "complex": Interface(np.zeros(3, np.complex64)),
         "masked": Interface(array, mask=Interface(array)),
         "read-only": Interface(array, data=(array.ctypes.data, True)),
         "empty interface": Interface(array[:0], data=(0, False)),
         "backwards": Interface(array[::-1]),
+        "out": Jax(array), "workspace": Jax(array), "key_cache": Jax(array),
     }  # fmt: skip
     gpu_views(tuple(given.values()), tuple(given), None)
-    assert asked == list(given)
+    assert adopted == list(given)
+    deleted = Jax(array)
+    deleted.deleted = True
+    with pytest.raises(ValueError, match="q was deleted or donated"):
+        gpu_views((deleted,), ("q",), None)
 
 
-def test_a_tensor_that_the_interface_refuses_is_asked_the_slow_way(ordered, monkeypatch):
-    def refuse(value, out):
-        raise BufferError("it is sparse")
-
-    asked = []
-    tensor = Tensor(np.zeros((7, 3), np.float16))
-    gpu_views((Tensor(np.zeros(3, np.float16)),), ("q",), None)
-    exchange = foreign_views._looks[Tensor].__self__
-    monkeypatch.setattr(exchange, "_look", refuse)
-    monkeypatch.setattr(foreign_views, "adopt", lambda value, name, _: asked.append(name))
-    gpu_views((tensor,), ("q",), None)
-    assert asked == ["q"]
+def test_a_tensor_is_asked_for_its_sign_where_it_can_have_one(ordered, adopted):
+    """The imaginary part of a conjugate is float16 or float32, and the bits of its negative."""
+    tensors, asked, kept = foreign_torch.Tensors(), [], []
+    for dtype in (np.float16, ml_dtypes.bfloat16, np.int32):
+        tensor = Tensor(np.zeros(3, dtype))
+        tensor.is_neg = lambda dtype=dtype: asked.append(dtype) is not None
+        kept.append(tensor)
+        for _ in range(3):
+            tensors.view(tensor, "q", Consumer())
+    assert asked == [np.float16] * 3 + [ml_dtypes.bfloat16, np.int32]
 
 
-def test_a_library_that_does_not_say_its_stream_is_asked_the_slow_way(ordered, monkeypatch):
-    def unknown(self, ordinal):
-        raise LookupError
+def test_jax_lets_the_stream_wait_for_what_it_still_computes(ordered, adopted):
+    array = np.zeros((3, 4), np.float16)
+    late = Jax(array, ready=False)
+    for _ in range(3):
+        gpu_views((Jax(array), late), ("q", "k"), None)
+    assert late.told == [5] * 3
+    ordered.stream.captured = True
+    gpu_views((late,), ("k",), None)
+    late.ready = True
+    gpu_views((late,), ("k",), None)
+    assert late.told == [5] * 3
+    asked = late.asked
+    gpu_views((late,), ("k",), None)
+    assert late.asked == asked  # ready once, ready for ever
 
-    asked = []
-    monkeypatch.setattr(foreign_views._Exchange, "working_on", unknown)
-    monkeypatch.setattr(foreign_views, "adopt", lambda value, name, _: asked.append(name))
-    gpu_views([Tensor(np.zeros(3, np.float16))] * 2, ("q", "k"), None)
-    assert asked == ["q", "k"]
+
+def test_an_array_of_jax_is_known_by_all_that_makes_it(ordered, adopted):
+    array = np.zeros((4, 4), np.float16)
+    given = [Jax(array), Jax(array, "{1}"), Jax(array[:2]), Jax(array.view(np.int16)[:, :2])]
+    found = [gpu_views((a,), ("q",), None)[0] for a in given]
+    assert adopted == ["q"] * 4
+    assert len(set(map(id, found))) == 4
 
 
-def test_arrays_on_the_host_are_left_alone(ordered):
+def test_arrays_on_the_host_are_left_alone(ordered, adopted):
     array = np.zeros(3, np.float16)
-    assert gpu_views((array, None, 1.0, "text", Tensor(array, device=1)), "abcde", None) is None
+    host = (array, None, 1.0, "text", Tensor(array, device=1), Jax(array, device=1))
+    assert gpu_views(host, "abcdef", None) is None
     memory = cupy.cuda.MemoryPointer(cupy.cuda.UnownedMemory(array.ctypes.data, 6, array, 0), 0)
     assert gpu_views((cupy.ndarray((3,), np.float16, memory),), "a", None) is None
+    assert adopted == []

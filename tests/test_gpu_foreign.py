@@ -70,26 +70,37 @@ def test_a_producer_on_another_stream_is_waited_for_on_the_device(kind, explicit
     gate = np.frombuffer(flag, np.int32, 1)
     gate[0] = 0
     producer, consumer = (cp.cuda.Stream(non_blocking=True) for _ in range(2))
-    late, out = cp.full_like(args["q"], np.nan), cp.empty_like(args["q"])
-    call = {**args, "out": out}
+    rehearsed, late = (cp.full_like(args["q"], np.nan) for _ in range(2))
+    out = cp.empty_like(args["q"])
     for stream in (None, consumer):  # nothing is allocated later, which could wait
-        cf.flash_attn_varlen_func(**call, stream=stream)
+        cf.flash_attn_varlen_func(**{**args, "out": out}, stream=stream)
     cp.cuda.Device().synchronize()
-    with producer:
-        hold((1,), (1,), (np.uint64(flag.ptr),))
-        late[...] = args["q"]
-        done = producer.record()
-        if kind is Foreign:  # CuPy exports on its current stream
-            call["q"] = Foreign(late)
-            cf.flash_attn_varlen_func(**call, stream=consumer)
+
+    def produce_and_attend(q):
+        """An event behind what is produced."""
+        with producer:
+            hold((1,), (1,), (np.uint64(flag.ptr),))
+            q[...] = args["q"]
+            done = producer.record()
+            given = {**args, "out": out, "q": kind(q)}
+            if kind is Foreign:  # CuPy exports on its current stream
+                cf.flash_attn_varlen_func(**given, stream=consumer)
+                return done
+        given["q"] = Interface(q, producer.ptr)
+        if explicit:
+            cf.flash_attn_varlen_func(**given, stream=consumer)
         else:
-            call["q"] = Interface(late, producer.ptr)
-    if kind is Interface and explicit:
-        cf.flash_attn_varlen_func(**call, stream=consumer)
-    elif kind is Interface:
-        with consumer:
-            cf.flash_attn_varlen_func(**call)
-    waited = done.done
+            with consumer:
+                cf.flash_attn_varlen_func(**given)
+        return done
+
+    gate[0] = 1  # first with the gate open: loading a kernel may wait for one that holds the GPU
+    produce_and_attend(rehearsed)
+    cp.cuda.Device().synchronize()
+    gate[0] = 0
+    out.fill(np.nan)
+    cp.cuda.Device().synchronize()
+    waited = produce_and_attend(late).done
     gate[0] = 1
     assert not waited  # the host has not
     consumer.synchronize()

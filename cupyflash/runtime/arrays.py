@@ -10,6 +10,7 @@ import numpy as np
 
 from .device import active_device
 from .foreign import Consumer, adopt
+from .foreign_views import gpu_views
 
 __all__ = [
     "ArraySpec",
@@ -89,7 +90,10 @@ def as_array(value: Any, name: str, stream: Any = None) -> Any:
         return value.view(np.ndarray)
     if type(value).__module__.partition(".")[0] == "cupy":
         return value
-    return adopt(value, name, stream if type(stream) is Consumer else Consumer(stream))
+    if type(stream) is Consumer:
+        return adopt(value, name, stream)
+    views = gpu_views((value,), (name,), stream)
+    return adopt(value, name, Consumer(stream)) if views is None else views[0]
 
 
 def as_shaped(value: Any, name: str, ndim: int, stream: Any = None) -> Any:

@@ -21,7 +21,7 @@ from .variant import Variant
 
 __all__ = ["CuPyDevice", "LoadedKernel", "cupy_device"]
 
-_INVALID_CONTEXT = 201
+_INVALID_CONTEXT, _NO_TIMING = 201, 2
 _POINTERS = tuple(c_char_p * count for count in range(17))
 _config = Struct("=7I4xQQI4x").pack  # CUlaunchConfig: shape, stream, attributes and their number
 _ATTRIBUTE = create_string_buffer(Struct("=I4xi60x").pack(6, 1))  # programmatic serialization
@@ -71,6 +71,7 @@ class CuPyDevice:
         self._launch = driver_function("cuLaunchKernelEx")
         self._context = cp.cuda.Device(ordinal)
         self._alone = self._runtime.getDeviceCount() == 1
+        self._events: list[int] = []
         self.ordinal = ordinal
         self.kernels: dict[Variant, Kernel] = {}
         self._sides: dict[int, Any] = {}
@@ -200,12 +201,17 @@ class CuPyDevice:
 
     def order(self, first: int, then: int) -> None:
         """What is queued on stream ``then`` from here on comes after what is on ``first``."""
-        with self._context:
-            event = self._cp.cuda.Event(disable_timing=True)
-            with self._current(first) as stream:
-                event.record(stream)
-            with self._current(then) as stream:
-                stream.wait_event(event)
+        if not (self._alone or self._runtime.getDevice() == self.ordinal):
+            with self._context:
+                return self.order(first, then)
+        try:
+            event = self._events.pop()
+        except IndexError:
+            event = self._runtime.eventCreateWithFlags(_NO_TIMING)
+        self._runtime.eventRecord(event, first)
+        self._runtime.streamWaitEvent(then, event)
+        self._events.append(event)  # what waits has seen this record; the next does not move it
+        return None
 
     def _current(self, stream: int | None) -> AbstractContextManager[Any]:
         """Makes a raw handle the current stream, so that the memory pool orders by it."""

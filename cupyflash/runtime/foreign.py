@@ -18,15 +18,15 @@ from .cupy_import import load_cupy
 if TYPE_CHECKING:
     from .cupy_device import CuPyDevice
 
-__all__ = ["NO_WAIT", "Consumer", "adopt", "is_array"]
+__all__ = ["CUDA", "NO_WAIT", "WRITTEN", "Consumer", "adopt", "dlpack_device", "is_array"]
 
-_CPU, _CUDA, _CUDA_MANAGED = 1, 2, 13
+_CPU, CUDA, _CUDA_MANAGED = 1, 2, 13
 NO_WAIT = -1
 """As DLPack and the array interface number streams: 1 legacy, 2 per thread."""
 
-_WRITTEN = frozenset(
-    ("out", "lse", "output", "output_lse", "key_cache", "value_cache", "k_cache", "v_cache")
-)
+_RESULTS = ("out", "lse", "output", "output_lse", "workspace")
+WRITTEN = frozenset((*_RESULTS, "key_cache", "value_cache", "k_cache", "v_cache"))
+"""Arguments that are written."""
 
 
 def is_array(value: Any) -> bool:
@@ -46,15 +46,16 @@ class Consumer:
         The current stream of their device if None.
     """
 
-    __slots__ = ("_found", "_ordered", "_stream", "settled")
+    __slots__ = ("_found", "_ordered", "_stream", "_told", "settled")
 
     def __init__(self, stream: Any = None) -> None:
         self._stream = stream
         self.settled: Any = None  # a library whose work is ordered, for who asks often
         self._found: dict[int, tuple[CuPyDevice, int]] = {}
-        self._ordered: set[Any] | None = None
+        self._told: dict[int, int] | None = None
+        self._ordered: set[Any] = set()
 
-    def after(self, producer: Callable[[int], int], ordinal: int, who: Any = None) -> None:
+    def after(self, producer: Callable[[int], int], ordinal: int) -> None:
         """Order what a library has queued before the call, once a call.
 
         Parameters
@@ -62,34 +63,44 @@ class Consumer:
         producer : callable
             The handle of the library's stream on a device.
         ordinal : int
-        who : hashable, optional
-            Whose stream it is, if not ``producer``'s own.
         """
-        who = (who or producer, ordinal)
-        if self._ordered is None:
-            self._ordered = set()
-        elif who in self._ordered:
-            return
-        device, stream = self.on(ordinal)
-        if stream != NO_WAIT:
-            other = producer(ordinal) or 1
-            if other != stream:
-                device.order(other, stream)
-        self._ordered.add(who)
+        who = producer, ordinal
+        if who not in self._ordered:
+            self.after_stream(producer(ordinal), ordinal)
+            self._ordered.add(who)
 
-    def on(self, ordinal: int) -> tuple[CuPyDevice, int]:
-        """A device, and its stream as DLPack numbers streams; `NO_WAIT` while it is captured."""
+    def after_stream(self, other: int, ordinal: int = 0) -> None:
+        """Order what is queued on a stream before the call, once a call."""
+        other = other or 1
+        if (other, ordinal) in self._ordered:
+            return
+        device, stream = self.queue(ordinal)
+        if other != stream and self.told(ordinal) != NO_WAIT:
+            device.order(other, stream)
+        self._ordered.add((other, ordinal))
+
+    def queue(self, ordinal: int) -> tuple[CuPyDevice, int]:
+        """A device, and the stream that the call goes to as DLPack numbers streams."""
         found = self._found.get(ordinal)
         if found is None:
-            found = self._found[ordinal] = self._look(ordinal)
+            gpus, launches = _modules()
+            device, handle = gpus.cupy_device(ordinal), launches.stream_handle(self._stream)
+            if handle is None:
+                handle = device.current_stream()
+            found = self._found[ordinal] = device, handle or 1
         return found
 
-    def _look(self, ordinal: int) -> tuple[CuPyDevice, int]:
-        gpus, launches = _modules()
-        device, handle = gpus.cupy_device(ordinal), launches.stream_handle(self._stream)
-        if handle is None:
-            handle = device.current_stream()
-        return device, NO_WAIT if device.is_capturing(handle) else handle or 1
+    def told(self, ordinal: int) -> int:
+        """The stream that libraries are told: `NO_WAIT` while it is captured."""
+        if self._told is None:
+            self._told = {}
+        stream = self._told.get(ordinal)
+        if stream is None:
+            device, stream = self.queue(ordinal)
+            if device.is_capturing(stream):
+                stream = NO_WAIT
+            self._told[ordinal] = stream
+        return stream
 
 
 @cache
@@ -122,16 +133,14 @@ def adopt(value: Any, name: str, consumer: Consumer) -> Any:
     ValueError
         It will be written, and is read-only.
     """
-    if hasattr(value, "__dlpack_device__"):
-        kind, ordinal = value.__dlpack_device__()
+    if (device := dlpack_device(value, name)) is not None:
+        kind, ordinal = device
         if kind == _CPU:
             return _on_cpu(value, name)
-        if kind not in (_CUDA, _CUDA_MANAGED):
-            raise TypeError(
-                f"{name} is on DLPack device type {int(kind)}; use a CUDA or a CPU array"
-            )
+        if kind not in (CUDA, _CUDA_MANAGED):
+            raise TypeError(f"{name} is on DLPack device type {kind}; use a CUDA or a CPU array")
         _refuse_read_only(value, name)
-        return _by_dlpack(value, name, (int(kind), ordinal), consumer.on(ordinal)[1])
+        return _by_dlpack(value, name, device, consumer.told(ordinal))
     if hasattr(value, "__cuda_array_interface__"):
         _refuse_read_only(value, name)
         return _by_interface(value, name, consumer)
@@ -141,14 +150,38 @@ def adopt(value: Any, name: str, consumer: Consumer) -> Any:
     )
 
 
+def dlpack_device(value: Any, name: str) -> tuple[int, int] | None:
+    """Where an array is, by DLPack's numbers; None if it has no DLPack.
+
+    Raises
+    ------
+    TypeError
+        It is in parts on several devices.
+    ValueError
+        It was deleted.
+    """
+    if not hasattr(value, "__dlpack_device__"):
+        return None
+    if hasattr(value, "is_deleted") and value.is_deleted():
+        raise ValueError(f"{name} was deleted or donated; it has no memory any more")
+    try:
+        kind, ordinal = value.__dlpack_device__()
+    except (RuntimeError, BufferError, TypeError, ValueError) as error:
+        raise _not_exchanged(value, name, error) from error
+    return int(kind), int(ordinal)
+
+
 def _on_cpu(value: Any, name: str) -> Any:
     try:
-        return np.from_dlpack(value)
+        array = np.from_dlpack(value)
     except (RuntimeError, BufferError, TypeError, ValueError) as error:
         try:  # NumPy's DLPack has no bfloat16, which JAX hands out as an array of ml_dtypes
-            return np.asarray(value, copy=False)
+            array = np.asarray(value, copy=False)
         except (TypeError, ValueError, RuntimeError):
             raise _not_exchanged(value, name, error) from error
+    if name in WRITTEN and not array.flags.writeable:
+        raise _read_only(value, name)
+    return array
 
 
 def _not_exchanged(value: Any, name: str, error: Exception) -> TypeError:
@@ -201,21 +234,25 @@ def _by_interface(value: Any, name: str, consumer: Consumer) -> Any:
         raise _not_exchanged(value, name, error) from error
     producer = interface.get("stream")
     if producer is not None:
-        device, stream = consumer.on(array.data.device_id)
-        if stream not in (NO_WAIT, producer):
-            device.order(producer, stream)
+        consumer.after_stream(producer, array.data.device_id)
     return array
 
 
 def _refuse_read_only(value: Any, name: str) -> None:
-    if name not in _WRITTEN:
+    if name not in WRITTEN:
         return
     try:
         read_only = value.__cuda_array_interface__["data"][1]
     except (AttributeError, RuntimeError, TypeError, ValueError):
-        return  # of a type that the interface has no name for
+        # Of a type that the interface has no name for. JAX's arrays are all read-only.
+        read_only = type(value).__module__.startswith("jax")
     if read_only:
-        raise ValueError(
-            f"{name} is written, and {type(value).__module__.partition('.')[0]} hands it out as "
-            "read-only; pass memory of your own, such as a CuPy array"
-        )
+        raise _read_only(value, name)
+
+
+def _read_only(value: Any, name: str) -> ValueError:
+    library = type(value).__module__.partition(".")[0]
+    return ValueError(
+        f"{name} is written, and {library} hands it out as read-only; pass memory of your own, "
+        "such as a NumPy or CuPy array"
+    )

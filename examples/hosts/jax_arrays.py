@@ -39,10 +39,11 @@ def main() -> float:
     caches = [xp.zeros((8, BLOCK, KV_HEADS, DIM), dtype) for _ in "kv"]
     slots = xp.arange(BLOCK, BLOCK + TOKENS)  # blocks 1, 2 and 3
     reshape_and_cache_flash(k, v, *caches, slots, "auto", 1.0, 1.0)
+    # Named, so that JAX does not use their memory again before the call has read it.
+    starts, used, table = jnp.array([0, TOKENS]), jnp.array([TOKENS]), jnp.array([[1, 2, 3]])
     out = flash_attn_varlen_func(
-        q, *caches, TOKENS, jnp.array([0, TOKENS]), TOKENS, seqused_k=jnp.array([TOKENS]),
-        block_table=jnp.array([[1, 2, 3]]), causal=True,
-    )  # fmt: skip
+        q, *caches, TOKENS, starts, TOKENS, seqused_k=used, block_table=table, causal=True
+    )
     result = jnp.from_dlpack(out) if ON_GPU else jnp.asarray(out)
     error = float(jnp.abs(result.astype(jnp.float32) - reference(q, k, v)).max())
     print(f"JAX on {jax.default_backend()}: out {result.shape} {result.dtype}, error {error:.4f}")

@@ -1,0 +1,45 @@
+"""Arrays that show themselves, and the stream they are written on, by the array interface."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .foreign import Consumer
+from .gpu_key import one_gpu
+from .kept_views import keep, view_over, views
+
+__all__ = ["view_of_interface"]
+
+_KINDS = frozenset(("<i4", "<i8", "|u1", "<f2", "<f4"))
+
+
+def view_of_interface(value: Any, name: str, consumer: Consumer) -> Any:
+    """None where it has to be adopted."""
+    interface = value.__cuda_array_interface__
+    (data, read_only), strides = interface["data"], interface.get("strides")
+    shape, kind, producer = interface["shape"], interface["typestr"], interface.get("stream")
+    if read_only or not data or kind not in _KINDS or interface.get("mask") or not one_gpu():
+        return None
+    key = (data, tuple(shape), kind, strides if strides is None else tuple(strides))
+    found = views.get(key)
+    if found is None:
+        dtype = np.dtype(kind)
+        if strides is None:
+            strides = _dense(shape, dtype.itemsize)
+        found = view_over(data, dtype, shape, strides, 0)
+        if found is None:
+            return None
+        keep(key, found)
+    if producer is not None:
+        consumer.after_stream(producer)
+    return found
+
+
+def _dense(shape: Sequence[int], itemsize: int) -> list[int]:
+    strides = [itemsize]
+    for count in shape[:0:-1]:
+        strides.insert(0, strides[0] * count)
+    return strides
