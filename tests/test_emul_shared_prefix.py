@@ -176,6 +176,15 @@ def test_the_cpu_has_no_side_stream():
     assert side.ptr is None
 
 
+@pytest.mark.parametrize("alibi", ["", "head"])
+def test_a_schedule_for_few_rows(alibi):
+    """With ALiBi rows are merged whole, which a schedule is not told."""
+    case = SHARED.replace(lengths=((1, 200), (1, 150)), num_heads_kv=1, alibi=alibi)
+    inputs, tree = make_shared(case, [([0, 1], 128)])
+    with emulated("sm_90", num_sms=8):
+        cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
+
+
 def test_schedules_for_other_calls_are_refused():
     inputs, tree = make_shared(SHARED, LEVELS)
     other, smaller = make_shared(SHARED.replace(lengths=SHARED.lengths[:3]), [([0, 1], 64)])

@@ -257,7 +257,8 @@ class SharedSchedule {
       const int target = i < kOwnWarps ? warp.begin : i == kOwnWarps + 1 ? end : begin;
       const int from =
           target < static_cast<int>(own.total) ? last_before(x.own_line, owners, target) : 0;
-      const int row = i < 32 ? row_at(from, target) : 0;  // in step: divisions take long
+      // In step: divisions take long.
+      const int row = i < 32 && s.near ? row_at(from, target) : 0;
       if (i == kOwnWarps) to.groups[3].x = row, to.groups[3].z = all_near;
       if (i == kOwnWarps + 1) to.groups[3].y = row;
       if (i < kOwnWarps) {
