@@ -89,16 +89,19 @@ def all_cases() -> list[Case]:
     try:
         from . import (
             conformance_cluster,
+            conformance_kernels,
             conformance_scalar,
             conformance_tensor,
             conformance_wgmma,
         )
     except ImportError:  # run as a script
         import conformance_cluster
+        import conformance_kernels
         import conformance_scalar
         import conformance_tensor
         import conformance_wgmma
     groups = (conformance_scalar, conformance_wgmma, conformance_cluster, conformance_tensor)
+    groups += (conformance_kernels,)
     return [case for group in groups for case in group.cases()]
 
 

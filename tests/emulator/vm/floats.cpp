@@ -138,8 +138,11 @@ static Step ex2(Warp& w, const Insn& in, uint32_t m) {
 }
 template <uint32_t FLIP, uint32_t KEEP>
 static Step sign_bit(Warp& w, const Insn& in, uint32_t m) {
-  const bool ftz = in.flags & kFtz;
-  return map1<f32, f32>(w, in, m, [=](f32 a) { return as_float((as_bits(ftz ? flush(a) : a) ^ FLIP) & KEEP); });
+  const bool ftz = in.flags & kFtz;  // it makes NaN canonical too
+  return map1<u32, f32>(w, in, m, [=](f32 a) -> u32 {
+    if (ftz && a != a) return 0x7fffffff;
+    return (as_bits(ftz ? flush(a) : a) ^ FLIP) & KEEP;
+  });
 }
 static Step unary_slow(Warp& w, const Insn& in, uint32_t m, int op) { return slow<f32>(w, in, m, op, 1); }
 
