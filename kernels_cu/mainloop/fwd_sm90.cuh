@@ -34,9 +34,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
                                             int warpgroup)
       : Pipeline(p, x, shared, warpgroup), out(out) {}
 
-  struct Results;
-
-  const TensorMap *out;
+  const TensorMap *const out;
 
   // ---- barriers
 
@@ -195,8 +193,10 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       release(shared.rest().drained);
       return;
     }
-    wait_keys();
-    if (warpgroup == 0 && warp == 0) release(shared.rest().begun);
+    if (S::kKeysFirst) {
+      wait_keys();
+      if (warpgroup == 0 && warp == 0) release(shared.rest().begun);
+    }
     if constexpr (kOneBuffer) {
       run_alone();
     } else {
@@ -215,9 +215,8 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       const bool wild = begin_tile<false>(t, 0);
       const int keep = run_steps(t, seen_end(t) - 2, wild);
       const int slot = next_queries();
-      const Results last = conclude(t, c, sum);
       end_output(keep);
-      finish_tile(t, slot, last);
+      finish_tile(t, slot, c, sum);
     }
   }
 
@@ -227,9 +226,6 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       PrefillTile &t = tile();
       const int keep = run_steps(t, seen_end(t) - 2, wild);
       const int slot = next_queries();
-      // Where there are turns, rows are concluded in the time of waiting for this one's.
-      Results last;
-      if constexpr (V::kTurns) last = conclude(t, c, sum);
       const PrefillTile &next = wait_tile();
       const float last_c[2] = {c[0], c[1]}, last_sum[2] = {sum[0], sum[1]};
       const bool more = next.item >= 0;
@@ -239,8 +235,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       } else {
         end_output(keep);
       }
-      if constexpr (!V::kTurns) last = conclude(t, last_c, last_sum);
-      finish_tile(t, slot, last);
+      finish_tile(t, slot, last_c, last_sum);
       if (!more) return;
     }
   }
@@ -270,54 +265,41 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
         have_output();
       }
       const int slot = next_queries();
-      store(t, slot, conclude(t, c, sum));
+      store(t, slot, c, sum);
       leave_queries(slot);
     }
   }
 
   // ---- results
 
-  // Of this lane's rows: the factor that O is due, and 0, or NaN where a sum is not finite.
-  struct Results {
-    float norm[2], test;
-  };
-
-  // The LSE is stored.
-  __device__ __forceinline__ Results conclude(const PrefillTile &t, const float (&c)[2],
-                                              const float (&part)[2]) const {
-    Results last;
-    last.test = 0.f;
+  // Returns 0, or NaN where anything of this lane's rows is not finite.
+  __device__ __forceinline__ float store(const PrefillTile &t, int slot, const float (&c)[2],
+                                         const float (&part)[2]) const {
+    float norm[2], test = 0.f;
+    RowResult result[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const OutputRow to = row_of(t, h);
-      last.norm[h] = to.finish(Rows::conclude_row(t, c[h], part[h], 1.f));
-      if (to.token < t.q_len) last.test = fmaf(part[h], 0.f, last.test);
+      result[h] = Rows::conclude_row(t, c[h], part[h], 1.f);
+      norm[h] = row_of(t, h).finish(result[h]);
     }
-    return last;
-  }
-
-  // Returns 0, or NaN where anything of this lane's rows is not finite.
-  __device__ __forceinline__ float store(const PrefillTile &t, int slot,
-                                         const Results &last) const {
     if (S::kStaged && t.staged) {
       const u32 rows = shared.queries(slot) + (warpgroup * Rows::kWarpgroupRows + warp * 16) * 128;
-      const float test = stage_rows<kType, kDv>(rows, S::kTileRows * 128, lane, last.norm, o);
+      test = stage_rows<kType, kDv>(rows, S::kTileRows * 128, lane, norm, o);
       fence_async_proxy();
-      return last.test + test;
+      return fmaf(part[0] + part[1], 0.f, test);
     }
     if constexpr (V::kResultColumns > 0) {
-      if (t.staged) return last.test + store_pieces(t, last.norm);
+      if (t.staged) return fmaf(part[0] + part[1], 0.f, store_pieces(t, norm));
     }
-    float test = last.test;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const OutputRow to = row_of(t, h);
       const bool inside = to.token < t.q_len;
-      float row = 0.f;
+      float row = part[h] * 0.f;
       if (t.slot < 0) {
-        row = sum_pairs<kType>(to.template store_columns<kType, kDv>(inside, last.norm[h], h, o));
+        row += sum_pairs<kType>(to.template store_columns<kType, kDv>(inside, norm[h], h, o));
       } else if (inside) {
-        row = to.template store_partial<kDv>(last.norm[h], h, o);
+        row += to.template store_partial<kDv>({result[h].lse, norm[h]}, h, o);
       }
       if (inside) test += row;
     }
@@ -359,8 +341,9 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     return {p, t, token(t, h), head(t, h), lane % 4};
   }
 
-  __device__ __forceinline__ void finish_tile(PrefillTile &t, int slot, const Results &last) const {
-    const float test = store(t, slot, last);
+  __device__ __forceinline__ void finish_tile(PrefillTile &t, int slot, const float (&c)[2],
+                                              const float (&part)[2]) const {
+    const float test = store(t, slot, c, part);
     Pipeline::note_failure(t, test != 0.f);
     leave_queries(slot);
   }

@@ -12,7 +12,7 @@ struct Fp8OutputRow : OutputRow {
     const bool inside = token < t.q_len;
     const float norm = finish(result);
     if (t.slot >= 0) {
-      if (inside) store_partial<kDim>(norm, half, o);
+      if (inside) store_partial<kDim>(result, half, o);
     } else if (p.out_type == kFp16) {
       store_columns<kFp16, kDim>(inside, norm, half, o);
     } else {
@@ -29,14 +29,14 @@ struct Fp8OutputRow : OutputRow {
   }
 
   template <int kDim>
-  __device__ __forceinline__ void store_partial(float norm, int half,
+  __device__ __forceinline__ void store_partial(RowResult result, int half,
                                                 const float (&o)[kDim / 2]) const {
-    float *const to = p.partial_out + partial_row() * p.head_dim_v;
+    float *const to = begin_partial(result);
 #pragma unroll
     for (int chunk = 0; chunk < kDim / 16; ++chunk) {
       const int column = 16 * chunk + 4 * quarter;
       if (column < p.head_dim_v) {
-        *reinterpret_cast<float4 *>(to + column) = columns<kDim>(chunk, half, o, norm);
+        *reinterpret_cast<float4 *>(to + column) = columns<kDim>(chunk, half, o, result.norm);
       }
     }
   }

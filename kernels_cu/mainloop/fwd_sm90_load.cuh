@@ -25,16 +25,19 @@ struct PrefillShared : AlignedShared {
     u64 query_full[kQueryStages], query_empty[kQueryStages], staged[kQueryStages];
     u64 key_full[kStages], key_empty[kStages];
     u64 value_full[kStages], value_empty[kStages], value_raw;
-    u64 begun, drained;
+    u64 drained;
     PrefillTile tile[kTilesKept];
     RequestOrder order;
     i32 again;  // the first tile to run again
+    u64 begun;
   };
   static constexpr int kKeysAt = kQueryStages * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
   static constexpr int kResultsAt = kValuesAt + kStages * kValueBytes;
   static constexpr int kResultBytes = 16 * V::kResultColumns * 2;  // of a computing warp
   static constexpr int kRestAt = kResultsAt + kComputeWarps * kResultBytes;
+  // Whether the first keys of a block come before all else.
+  static constexpr bool kKeysFirst = V::kResultColumns > 0;
   static constexpr int kBytes = 1024 + kRestAt + static_cast<int>(sizeof(Rest));
   static_assert(kBytes <= V::kSharedBytes, "the host asks for less shared memory");
   static_assert(V::kResultColumns % 64 == 0, "panels of 128 bytes");
@@ -79,7 +82,7 @@ struct PrefillShared : AlignedShared {
       mbarrier_init(shared_address(&r.value_empty[i]), kComputeWarps);
     }
     mbarrier_init(shared_address(&r.value_raw), 1);
-    mbarrier_init(shared_address(&r.begun), 1);
+    if (kKeysFirst) mbarrier_init(shared_address(&r.begun), 1);
     mbarrier_init(shared_address(&r.drained), kComputeWarps + (kStaged ? 3 : 2));
     mbarrier_init_fence();
     r.again = kNoLink;
@@ -176,7 +179,6 @@ struct PrefillLoader : BoxLoader<V, 64> {
       tma_prefetch3(maps.q, lane * 64, head, token);
     }
     mbarrier_wait(shared_address(&r.query_empty[slot]), ~round & 1);
-    if (found && number > 0) wait_begun();
     const u32 full = shared_address(&r.query_full[slot]);
     if (lane == 0) {
       if (found) {
@@ -199,7 +201,7 @@ struct PrefillLoader : BoxLoader<V, 64> {
   // All blocks start at the same time, and what each asks for beside its first queries and keys would
   // be in the way of those of others.
   __device__ __forceinline__ void wait_begun() const {
-    mbarrier_wait(shared_address(&shared.rest().begun), 0);
+    if (S::kKeysFirst) mbarrier_wait(shared_address(&shared.rest().begun), 0);
   }
 
   // The message may be replaced: no buffer that is given back says that this warp has read it.

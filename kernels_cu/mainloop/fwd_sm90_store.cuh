@@ -16,10 +16,7 @@ struct OutputRow {
   // With the sink, which partial results go without. Returns the factor that O is due, and stores
   // the LSE.
   __device__ __forceinline__ float finish(RowResult result) const {
-    if (t.slot >= 0) {
-      if (token < t.q_len && quarter == 0) p.partial_lse[partial_row()] = result.lse;
-      return result.norm;
-    }
+    if (t.slot >= 0) return result.norm;
     if (p.sink) {
       const float sink = load_sink(p, head);
       StateSum state(fmaxf(result.lse, sink));
@@ -39,22 +36,25 @@ struct OutputRow {
     return p.out + at * p.out_token_stride + head * p.out_head_stride;
   }
 
-  __device__ __forceinline__ i64 partial_row() const {
+  // The partial result's row, and its LSE stored.
+  __device__ __forceinline__ float *begin_partial(RowResult result) const {
     const i64 at = static_cast<i64>(t.slot) * p.total_q + t.q_begin + token;
-    return at * p.heads_q + head;
+    const i64 row = at * p.heads_q + head;
+    if (quarter == 0) p.partial_lse[row] = result.lse;
+    return p.partial_out + row * p.head_dim_v;
   }
 
   // `half` 1 is the row 8 after in the accumulators, which hold columns 8j + 2 quarter + {0, 1}.
   // Returns 0, or NaN where anything is not finite.
   template <int kDv>
-  __device__ __forceinline__ float store_partial(float norm, int half,
+  __device__ __forceinline__ float store_partial(RowResult result, int half,
                                                 const float (&o)[kDv / 2]) const {
-    float *const to = p.partial_out + partial_row() * p.head_dim_v;
+    float *const to = begin_partial(result);
     float test = 0.f;
 #pragma unroll
     for (int j = 0; j < kDv / 8; ++j) {
       const int column = 8 * j + 2 * quarter;
-      const float x = o[4 * j + 2 * half] * norm, y = o[4 * j + 2 * half + 1] * norm;
+      const float x = o[4 * j + 2 * half] * result.norm, y = o[4 * j + 2 * half + 1] * result.norm;
       test = fmaf(x, 0.f, fmaf(y, 0.f, test));
       if (column < p.head_dim_v) *reinterpret_cast<float2 *>(to + column) = make_float2(x, y);
     }

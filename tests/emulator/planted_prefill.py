@@ -44,7 +44,7 @@ PLANTED_PREFILL = [
     Planted(
         "handed over: results without a proxy fence",
         PREFILL,
-        r"fence_async_proxy\(\);(\s+return last)",
+        r"fence_async_proxy\(\);(\s+return fmaf)",
         r"\1",
         _TILES,
     ),
@@ -106,7 +106,13 @@ PLANTED_PREFILL = [
         _MANY,
         num_sms=8,
     ),
-    Planted("begun: never said", PREFILL, r"release\(shared\.rest\(\)\.begun\);", ";", _TILES),
+    Planted(
+        "begun: never said",
+        PREFILL,
+        r"release\(shared\.rest\(\)\.begun\);",
+        ";",
+        _ONE_BUFFER,
+    ),
     Planted(
         "pieces: without a proxy fence",
         PREFILL,
