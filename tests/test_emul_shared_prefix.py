@@ -34,7 +34,7 @@ def test_any_tree_is_attention(drawn, order, num_sms, most):
         check(*drawn, device, num_splits=most)
 
 
-@given(drawn=shared_cases(), num_sms=st.sampled_from([3, 1, 5]))
+@given(drawn=shared_cases(), num_sms=st.sampled_from([3, 1, 5, 16]))
 def test_any_tree_with_a_schedule_made_ahead(drawn, num_sms):
     case, groups = drawn
     case = case.replace(causal=True, window_size=(case.window_size[0], 0))
