@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(PrefillShared<PrefillVariant>::kThr
     }
   } else {
     take_registers<PrefillVariant::kComputeRegisters>();
-    PrefillCompute<PrefillVariant> compute(p, x, shared, &out_map, warpgroup - 1);
+    PrefillCompute<PrefillVariant> compute(p, x, shared, warpgroup - 1);
     if (PrefillVariant::kTurns && warpgroup == kGroups) named_barrier_arrive(1, 256);
     compute.run();
   }

@@ -128,9 +128,3 @@ def test_of_many_short_requests_the_last_are_walked_by_length(changes, lead):
              "num_heads_kv": 16, "page_size": None, "causal": True}  # fmt: skip
     plan = plan_of(**{**given, **changes})
     assert plan.numbers[5] == lead
-
-
-def test_results_that_warps_store_come_in_boxes_of_their_rows():
-    given = {"headdim": 256, "max_seqlen_q": 512, "max_seqlen_k": 512}
-    assert [plan_of(**given, num_heads_q=n).result_rows for n in (8, 32)] == [16, 16]
-    assert plan_of(headdim=256).result_rows == plan_of().result_rows == 128

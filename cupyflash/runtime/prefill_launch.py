@@ -73,8 +73,7 @@ def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int,
         _key_map(arrays.v, plan.box_keys),
     ]
     if not layout.problem.kv_type.is_fp8:
-        rows = plan.result_rows
-        maps.append(_row_map(arrays.out or _new_out(layout), rows, min(plan.pack, rows)))
+        maps.append(_row_map(arrays.out or _new_out(layout), plan.rows, plan.pack))
     paged = layout.problem.page_size is not None
     return tuple(maps), PROMOTE_128B if paged else PROMOTE_256B, arrays.k[0][0] if paged else 1
 

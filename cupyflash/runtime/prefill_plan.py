@@ -52,8 +52,8 @@ class PrefillPlan:
     numbers : tuple of int
         The fields of ``PrefillParams`` after its pointers, the last two (a page that lies outside,
         most rows of requests that are skipped) excepted.
-    rows, result_rows, pack, box_keys : int
-        Rows of a tile, and of a TMA box of results; query heads in a tile; keys of a TMA box.
+    rows, pack, box_keys : int
+        Rows of a tile; query heads in them; keys of a TMA box.
     partial_bytes : int
     workspace_at : int
         Where in the workspace it begins: what is before belongs to a launch that runs beside it.
@@ -64,7 +64,6 @@ class PrefillPlan:
     tiling: Tiling
     numbers: tuple[int, ...]
     rows: int
-    result_rows: int
     pack: int
     box_keys: int
     partial_bytes: int
@@ -162,7 +161,6 @@ def make_prefill_plan(
             *(pairs, share, _box_keys(problem)),
         ),
         tile.rows,
-        tile.rows if isinstance(tile, Fp8Tile) else tile.result_rows,
         pack,
         _box_keys(problem),
         partial_bytes,

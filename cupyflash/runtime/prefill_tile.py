@@ -55,7 +55,6 @@ class PrefillTile:
     stages: int
     turns: bool = True
     rows: int = TILE_ROWS
-    result_columns: int = 0  # of a row, that a computing warp stores at a time; 0: see kernels_cu
 
     @property
     def registers(self) -> tuple[int, int]:
@@ -69,12 +68,7 @@ class PrefillTile:
     def smem_bytes(self) -> int:
         k, v = (-(-size // 64) * 128 for size in (self.head_dim, self.head_dim_v))
         tiles = self.query_stages * self.rows * k + self.stages * self.keys * (k + v)
-        return _ALIGNMENT + tiles + _REST_BYTES + self.rows * self.result_columns * 2
-
-    @property
-    def result_rows(self) -> int:
-        """Of a box of results."""
-        return 16 if self.result_columns else self.rows
+        return _ALIGNMENT + tiles + _REST_BYTES
 
     def variant(self, kind: ScalarType, score_mod: bool) -> Variant:
         shape = f"d{self.head_dim}" + (
@@ -97,7 +91,6 @@ class PrefillTile:
                 ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
                 ("PREFILL_NBYTES", PREFILL_PARAMS.nbytes),
                 ("QUERY_STAGES", self.query_stages),
-                ("RESULT_COLUMNS", self.result_columns),
                 ("SCORE_MOD", int(score_mod)),
                 ("SMEM_NBYTES", self.smem_bytes),
                 ("TILE_ROWS", self.rows),
@@ -141,9 +134,7 @@ _OTHERS: dict[tuple[int, bool], tuple[_Choice, ...]] = {
     (64, True): ((PrefillTile(64, 64, 96, 3, 3, rows=192), (1, 1, 0.93), (1, 1, 0.93)),),
     (96, False): ((PrefillTile(96, 96, 96, 2, 2, rows=192), (1, 1, 0.97), (1, 1, 0.97)),),
     (128, True): ((PrefillTile(128, 128, 64, 2, 3, rows=192), (1, 1, 0.97), (1, 1, 0.97)),),
-    (256, False): (
-        (PrefillTile(256, 256, 64, 1, 2, result_columns=128), (0.93, 1, 1), (0.95, 1, 1)),
-    ),
+    (256, False): ((PrefillTile(256, 256, 64, 1, 2), (0.93, 1, 1), (0.95, 1, 1)),),
 }
 
 

@@ -88,8 +88,6 @@ struct PrefillVariant {
   static constexpr int kStages = KEY_STAGES;
   static constexpr int kLoadRegisters = LOAD_REGISTERS;  // of a thread that loads
   static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
-  // Of a row, which a computing warp stores at a time by itself; 0: no such stores.
-  static constexpr int kResultColumns = RESULT_COLUMNS;
   static constexpr bool kTurns = TURNS;          // the warpgroups issue their products in turns
   static constexpr bool kScoreMod = SCORE_MOD;   // soft cap or ALiBi
   static constexpr int kSharedBytes = SMEM_NBYTES;

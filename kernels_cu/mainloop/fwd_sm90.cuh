@@ -30,11 +30,8 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
 
   __device__ __forceinline__ PrefillCompute(const AttentionParams &p, const PrefillParams &x,
-                                            const S &shared, const TensorMap *out,
-                                            int warpgroup)
-      : Pipeline(p, x, shared, warpgroup), out(out) {}
-
-  const TensorMap *const out;
+                                            const S &shared, int warpgroup)
+      : Pipeline(p, x, shared, warpgroup) {}
 
   // ---- barriers
 
@@ -193,20 +190,14 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       release(shared.rest().drained);
       return;
     }
-    if (S::kKeysFirst) {
-      wait_keys();
-      if (warpgroup == 0 && warp == 0) release(shared.rest().begun);
-    }
     if constexpr (kOneBuffer) {
       run_alone();
     } else {
       run_joined();
     }
-    wait_pieces();
     leave_queries(next_queries());
     release(shared.rest().drained);
     run_failed();
-    wait_pieces();
   }
 
   __device__ __forceinline__ void run_alone() {
@@ -288,9 +279,6 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       fence_async_proxy();
       return fmaf(part[0] + part[1], 0.f, test);
     }
-    if constexpr (V::kResultColumns > 0) {
-      if (t.staged) return fmaf(part[0] + part[1], 0.f, store_pieces(t, norm));
-    }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const OutputRow to = row_of(t, h);
@@ -304,37 +292,6 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       if (inside) test += row;
     }
     return test;
-  }
-
-  // The rows of a warp through shared memory of its own.
-  template <int kFrom = 0>
-  __device__ __forceinline__ float store_pieces(const PrefillTile &t,
-                                                const float (&norm)[2]) const {
-    if constexpr (kFrom < kDv) {
-      constexpr int kColumns = V::kResultColumns, kPanel = 16 * 128;
-      const int first = warpgroup * Rows::kWarpgroupRows + warp * 16, shift = this->pack_shift;
-      const u32 buffer = shared.results(first / 16);
-      tma_wait_read();
-      __syncwarp();
-      const float test =
-          stage_rows<kType, kDv, kFrom, kFrom + kColumns>(buffer, kPanel, lane, norm, o);
-      fence_async_proxy();
-      __syncwarp();
-      if (lane < kColumns / 64) {
-        tma_store3(out, buffer + lane * kPanel, kFrom + lane * 64,
-                   (t.head_group << shift) + (first & (1 << shift) - 1),
-                   t.q_begin + t.token + (first >> shift));
-      }
-      return test + store_pieces<kFrom + kColumns>(t, norm);
-    }
-    return 0.f;
-  }
-  // Tiles that run again write the same memory, and shared memory is there until the end.
-  __device__ __forceinline__ void wait_pieces() const {
-    if constexpr (V::kResultColumns > 0) {
-      tma_wait_read();
-      tma_wait_stored();
-    }
   }
 
   __device__ __forceinline__ OutputRow row_of(const PrefillTile &t, int h) const {

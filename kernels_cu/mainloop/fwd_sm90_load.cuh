@@ -29,18 +29,12 @@ struct PrefillShared : AlignedShared {
     PrefillTile tile[kTilesKept];
     RequestOrder order;
     i32 again;  // the first tile to run again
-    u64 begun;
   };
   static constexpr int kKeysAt = kQueryStages * kQueryBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kKeyBytes;
-  static constexpr int kResultsAt = kValuesAt + kStages * kValueBytes;
-  static constexpr int kResultBytes = 16 * V::kResultColumns * 2;  // of a computing warp
-  static constexpr int kRestAt = kResultsAt + kComputeWarps * kResultBytes;
-  // Whether the first keys of a block come before all else.
-  static constexpr bool kKeysFirst = V::kResultColumns > 0;
+  static constexpr int kRestAt = kValuesAt + kStages * kValueBytes;
   static constexpr int kBytes = 1024 + kRestAt + static_cast<int>(sizeof(Rest));
   static_assert(kBytes <= V::kSharedBytes, "the host asks for less shared memory");
-  static_assert(V::kResultColumns % 64 == 0, "panels of 128 bytes");
   static_assert(kQueryBytes % 1024 == 0 && kKeyBytes % 1024 == 0 && kValueBytes % 1024 == 0, "");
   static_assert(sizeof(OrderScratch) <= kStages * kKeyBytes, "");
 
@@ -61,9 +55,6 @@ struct PrefillShared : AlignedShared {
   __device__ __forceinline__ u32 operand(int slot) const {
     return address + kValuesAt + slot * kValueBytes;
   }
-  __device__ __forceinline__ u32 results(int warp) const {
-    return address + kResultsAt + warp * kResultBytes;
-  }
 
   // By one thread.
   __device__ __forceinline__ void init() const {
@@ -82,7 +73,6 @@ struct PrefillShared : AlignedShared {
       mbarrier_init(shared_address(&r.value_empty[i]), kComputeWarps);
     }
     mbarrier_init(shared_address(&r.value_raw), 1);
-    if (kKeysFirst) mbarrier_init(shared_address(&r.begun), 1);
     mbarrier_init(shared_address(&r.drained), kComputeWarps + (kStaged ? 3 : 2));
     mbarrier_init_fence();
     r.again = kNoLink;
@@ -198,12 +188,6 @@ struct PrefillLoader : BoxLoader<V, 64> {
     return shared.rest().tile[slot];
   }
 
-  // All blocks start at the same time, and what each asks for beside its first queries and keys would
-  // be in the way of those of others.
-  __device__ __forceinline__ void wait_begun() const {
-    if (S::kKeysFirst) mbarrier_wait(shared_address(&shared.rest().begun), 0);
-  }
-
   // The message may be replaced: no buffer that is given back says that this warp has read it.
   __device__ __forceinline__ void note_drain() const {
     __syncwarp();
@@ -215,7 +199,6 @@ struct PrefillLoader : BoxLoader<V, 64> {
   __device__ __forceinline__ void run_keys() const {
     typename S::Rest &r = shared.rest();
     Ring<S::kStages> k;
-    bool first = true;
 #pragma unroll 1
     for (int number = 0;; ++number) {
       const PrefillTile t = wait_tile(number);
@@ -232,8 +215,6 @@ struct PrefillLoader : BoxLoader<V, 64> {
         if (n == claim_at && lane == 0) mbarrier_arrive(shared_address(&r.claim));
         const Box box = this->template locate_box<S::kPanels>(t, n, lane);
         mbarrier_wait(shared_address(&r.key_empty[k.slot]), k.parity ^ 1);
-        if (!first) wait_begun();
-        first = false;
         const u32 full = shared_address(&r.key_full[k.slot]);
         if (lane == 0) mbarrier_arrive_expect(full, S::kKeyBytes);
         __syncwarp();
@@ -259,7 +240,6 @@ struct PrefillLoader : BoxLoader<V, 64> {
         note_drain();
         continue;
       }
-      wait_begun();
 #pragma unroll 1
       for (int n = t.n_end - 1; n >= begin; --n) {
         const int from = max(0, t.own_begin - n * kKeys), until = t.own_end - n * kKeys;

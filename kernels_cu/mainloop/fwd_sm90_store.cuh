@@ -93,16 +93,16 @@ __device__ __forceinline__ float sum_pairs(u32 pair) {
 }
 
 // 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a
-// row with the swizzle of 128 bytes, `panel` bytes apart. Of columns kFrom to kTo. Returns 0, or NaN
-// where anything is not finite.
-template <ScalarType kType, int kDv, int kFrom = 0, int kTo = kDv>
+// row with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not
+// finite.
+template <ScalarType kType, int kDv>
 __device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const float (&norm)[2],
                                             const float (&o)[kDv / 2]) {
   const int matrix = lane / 8, row = lane % 8;
   const u32 to = rows + (matrix % 2 * 8 + row) * 128 + (matrix / 2 ^ row) * 16;
   u32 test[4] = {};
 #pragma unroll
-  for (int j = kFrom / 16; j < kTo / 16; ++j) {
+  for (int j = 0; j < kDv / 16; ++j) {
     u32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const
       word[i] = pack_pair<kType>(o[at] * norm[i % 2], o[at + 1] * norm[i % 2]);
       test[i] = times_zero<kType>(word[i], test[i]);
     }
-    stmatrix4((to ^ j % 4 * 32) + (j / 4 - kFrom / 64) * panel, word);
+    stmatrix4((to ^ j % 4 * 32) + j / 4 * panel, word);
   }
   return sum_pairs<kType>(test[0]) + sum_pairs<kType>(test[1]) + sum_pairs<kType>(test[2]) +
          sum_pairs<kType>(test[3]);
