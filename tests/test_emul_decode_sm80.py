@@ -87,6 +87,18 @@ def test_a_workspace_of_any_size_and_content(nbytes):
             inputs.check(attend, workspace=workspace)
 
 
+@pytest.mark.parametrize("longest", [1, 30])
+@pytest.mark.parametrize("nbytes", [0, 16, 1024, 2432])
+def test_a_workspace_too_small_for_the_table_of_a_large_batch(nbytes, longest):
+    """Requests are then found by ``cu_seqlens_q``: nothing is written past its end."""
+    lengths = (*((1, 5),) * 599, (longest, 3))
+    case = PLAIN.replace(lengths=lengths, num_heads_kv=1, group_size=2, head_dim=64)
+    with emulated("sm_80"):
+        case.make().check(attend, workspace=device_array(nbytes, np.uint8))
+        spans = ["schedule", "attention_decode"] if nbytes == 2432 else []
+        assert kernels() == spans + ["attention_fwd"] * (not spans or longest > 1)
+
+
 def test_same_bits_whatever_the_order():
     inputs, found = PLAIN.make(), set()
     for seed in range(5):

@@ -79,13 +79,32 @@ def make_attention_plans(
     if workspace_limit is not None:
         limit = min(limit, workspace_limit)
     tile, decode = _choose_tile(problem, info), _decode_tile(problem, info)
-    if decode is not None and tile == decode:
-        return (make_span_plan(problem, info, decode, limit),)
+    spans = _spans(problem, info, tile, decode, limit)
+    # The table of a large batch has to fit, split or not.
+    if spans is None or not _fits(spans, workspace_limit):
+        narrow = tiles_of(problem, info)["narrow"]
+        return (_plan(problem, info, narrow if tile == decode else tile, 0, limit),)
+    if tile == decode:
+        return (spans,)
+    return spans, _plan(problem, info, tile, DECODE_ROWS, limit)
+
+
+def _fits(spans: SpanPlan, workspace_limit: int | None) -> bool:
+    return workspace_limit is None or spans.memory.nbytes <= workspace_limit
+
+
+def _spans(
+    problem: AttentionProblem, info: DeviceInfo, tile: Tile, decode: Tile | None, limit: int
+) -> SpanPlan | None:
+    """The launch that serves all requests, or the short ones before the rest; None for neither."""
+    if decode is None:
+        return None
+    if tile == decode:
+        return make_span_plan(problem, info, decode, limit)
     every = problem.total_q >= problem.batch * problem.max_seqlen_q
-    if every or decode is None or problem.group_size > DECODE_ROWS:
-        return (_plan(problem, info, tile, 0, limit),)
-    short = make_span_plan(_short(problem), info, decode, limit, DECODE_ROWS)
-    return short, _plan(problem, info, tile, DECODE_ROWS, limit)
+    if every or problem.group_size > DECODE_ROWS:
+        return None
+    return make_span_plan(_short(problem), info, decode, limit, DECODE_ROWS)
 
 
 def _short(problem: AttentionProblem) -> AttentionProblem:
