@@ -340,6 +340,28 @@ def test_an_array_of_jax_is_known_by_all_that_makes_it(ordered, adopted):
     assert len(set(map(id, found))) == 4
 
 
+def test_a_type_whose_first_array_has_no_interface(ordered):
+    class Sometimes(Interface):
+        where = "cpu"
+
+        @property
+        def __cuda_array_interface__(self):
+            if self.where == "cpu":
+                raise AttributeError("not on a GPU")
+            return self.found
+
+        @__cuda_array_interface__.setter
+        def __cuda_array_interface__(self, found):
+            self.found = found
+
+    array = np.zeros(3, np.float16)
+    with pytest.raises(TypeError, match="q is Sometimes"):
+        gpu_views((Sometimes(array),), ("q",), None)
+    given = Sometimes(array)
+    given.where = "gpu"
+    assert gpu_views((given,), ("q",), None)[0].data.ptr == array.ctypes.data
+
+
 def test_arrays_on_the_host_are_left_alone(ordered, adopted):
     array = np.zeros(3, np.float16)
     host = (array, None, 1.0, "text", Tensor(array, device=1), Jax(array, device=1))

@@ -18,7 +18,9 @@ _KINDS = frozenset(("<i4", "<i8", "|u1", "<f2", "<f4"))
 
 def view_of_interface(value: Any, name: str, consumer: Consumer) -> Any:
     """None where it has to be adopted."""
-    interface = value.__cuda_array_interface__
+    interface = getattr(value, "__cuda_array_interface__", None)
+    if interface is None:
+        return None
     (data, read_only), strides = interface["data"], interface.get("strides")
     shape, kind, producer = interface["shape"], interface["typestr"], interface.get("stream")
     if read_only or not data or kind not in _KINDS or interface.get("mask") or not one_gpu():

@@ -94,7 +94,8 @@ def _look_of(value: Any) -> Look:
         return Tensors().view
     if hasattr(value, "__dlpack__"):
         return _no_quick_way
-    if not hasattr(value, "__cuda_array_interface__"):
+    # Of a type that has it, an array on a CPU may say no.
+    if not any(hasattr(one, "__cuda_array_interface__") for one in (value, type(value))):
         return _not_foreign
     has_parts = all(hasattr(value, part) for part in ("gpu_data", "shape", "strides", "dtype"))
     return view_of_numba if library.startswith("numba") and has_parts else view_of_interface
