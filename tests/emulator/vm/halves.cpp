@@ -19,7 +19,15 @@ inline double flush_half(double v, bool on) { return on && std::fabs(v) < 6.1035
 template <class H, class F>
 static Step half_map(Warp& w, const Insn& in, uint32_t m, int n, bool pair, F f) {
   const u32* s[3];
-  for (int i = 0; i < n; i++) s[i] = w.r(in.arg[1 + i]);
+  for (int i = 0; i < 3; i++) s[i] = w.r(in.arg[i < n ? 1 + i : 1]);
+  if (!in.flags) {
+    const u32 *x = s[0], *y = s[1], *z = s[2];
+    const auto one = [=](int l, int shift) { return H::put(f(H::get(x[l] >> shift), H::get(y[l] >> shift), H::get(z[l] >> shift))); };
+    u32 found[32];
+    for (int l = 0; l < 32; l++) found[l] = pair ? one(l, 0) | one(l, 16) << 16 : one(l, 0);
+    lanes(w.r(in.arg[0]), m, [&](int l) { return found[l]; });
+    return Step::kNext;
+  }
   const bool ftz = (in.flags & kFtz) && std::is_same_v<H, F16>;
   u32 out[32] = {};
   each_lane(m, [&](int l) {
