@@ -1,6 +1,7 @@
 // Attention forward for compute capability 9.0a, for many queries, with q, k and v in e4m3. Grid:
 // as many blocks as run at once; each takes tiles until there are none. Of the first warpgroup one
-// warp loads queries and keys, one values, and two transpose these; two warpgroups compute.
+// warp loads queries and keys, one values, and two transpose these; the other warpgroups, two or
+// three, compute.
 
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
@@ -22,7 +23,7 @@ __device__ __forceinline__ void compute(const AttentionParams &p, const PrefillP
   }
 }
 
-extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
+extern "C" __global__ void __launch_bounds__(Fp8Shared<Fp8Variant>::kThreads, 1) KERNEL_NAME(
     const __grid_constant__ AttentionParams p, const __grid_constant__ PrefillParams x,
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map) {
@@ -32,7 +33,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
   if (threadIdx.x == 0) shared.init();
   sort_requests<Fp8Variant>(p, x, shared.rest().order, shared.scratch());
   if (warpgroup == 0) {
-    give_registers<40>();
+    give_registers<Fp8Variant::kLoadRegisters>();
     fence_async_proxy();  // keys land where the requests were sorted
     const PrefillMaps maps = {&q_map, &k_map, &v_map};
     const Fp8Loader<Fp8Variant> loader(p, x, maps, shared);
@@ -46,7 +47,7 @@ extern "C" __global__ void __launch_bounds__(384, 1) KERNEL_NAME(
       Fp8Transposer<Fp8Variant>(shared, warp - 2).run();
     }
   } else {
-    take_registers<232>();
+    take_registers<Fp8Variant::kComputeRegisters>();
     compute<Fp8Variant>(p, x, shared, warpgroup - 1);
   }
 }

@@ -13,7 +13,8 @@ from .variant import Variant
 __all__ = ["Fp8Tile", "fp8_refusal", "fp8_tile", "fp8_variants"]
 
 _ARCH = "sm_90a"
-_ROWS = 128
+# Of a thread that loads and one that computes, by the rows of a tile.
+_REGISTERS = {128: (40, 232), 192: (32, 160)}
 _PANEL = 128  # bytes of a row that lie together in shared memory
 _ALIGNMENT = 1024
 _REST_BYTES = 2048  # of shared memory besides the tiles: Fp8Shared::Rest
@@ -32,10 +33,10 @@ class Fp8Tile:
         Of a tile.
     query_stages, key_stages, value_stages, turned_stages : int
         Buffers of queries, keys, values as they are stored, and transposed values.
-    flush : int
-        Key tiles after which the output is added up in float32; 0 = never.
     columns : int
         Of the output at a time, one thing after the other; 0 = all, beside the next scores.
+    rows : int
+        Of queries: 64 a computing warpgroup.
     """
 
     head_dim: int
@@ -44,65 +45,73 @@ class Fp8Tile:
     key_stages: int = 3
     value_stages: int = 2
     turned_stages: int = 2
-    flush: int = 1
     columns: int = 0
-
-    @property
-    def rows(self) -> int:
-        return _ROWS
+    rows: int = 128
 
     @property
     def threads(self) -> int:
-        return 128 + 2 * _ROWS
+        return 128 + 2 * self.rows
 
     @property
     def smem_bytes(self) -> int:
         row = -(-self.head_dim // _PANEL) * _PANEL
         loaded = self.keys * (self.key_stages + self.value_stages)
-        tiles = (self.query_stages * _ROWS + loaded) * row
+        tiles = (self.query_stages * self.rows + loaded) * row
         turned = self.turned_stages * self.keys * self.head_dim
         return _ALIGNMENT + tiles + turned + _REST_BYTES
 
     def variant(self, params_nbytes: int, score_mod: bool) -> Variant:
-        name = f"attention_fwd_sm90_fp8_d{self.head_dim}_n{self.keys}"
+        rows = "" if self.rows == 128 else f"_m{self.rows}"
+        name = f"attention_fwd_sm90_fp8_d{self.head_dim}_n{self.keys}{rows}"
+        load_registers, compute_registers = _REGISTERS[self.rows]
         return Variant(
             "attention_fwd_sm90_fp8.cu",
             name + ("_mod" if score_mod else ""),
             _ARCH,
             (
                 ("COLUMNS", self.columns),
-                ("FLUSH", self.flush),
+                ("COMPUTE_REGISTERS", compute_registers),
                 ("FP8_PREFILL_NBYTES", params_nbytes),
                 ("HEAD_DIM", self.head_dim),
                 ("KEY_STAGES", self.key_stages),
                 ("KEY_TILE", self.keys),
+                ("LOAD_REGISTERS", load_registers),
                 ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
                 ("QUERY_STAGES", self.query_stages),
                 ("SCORE_MOD", int(score_mod)),
                 ("SMEM_NBYTES", self.smem_bytes),
+                ("TILE_ROWS", self.rows),
                 ("TURNED_STAGES", self.turned_stages),
                 ("VALUE_STAGES", self.value_stages),
             ),
         )
 
 
-_NARROW = (Fp8Tile(64, 128), Fp8Tile(128, 128))
-_TILES = (*_NARROW, Fp8Tile(256, 128, query_stages=1, key_stages=2, columns=64))
+_TILES = (
+    Fp8Tile(64, 128),
+    Fp8Tile(128, 128),
+    Fp8Tile(256, 128, query_stages=1, key_stages=2, columns=64),
+)
+# More rows than keys: where keys are masked, a third of the rows may see nothing of a key tile.
+_TALL = Fp8Tile(64, 128, rows=192)
 # Modified scores take registers.
-_MOD_TILES = (*_NARROW, Fp8Tile(256, 64, key_stages=2, columns=64))
+_MOD_TILES = (Fp8Tile(64, 128), Fp8Tile(128, 128), Fp8Tile(256, 64, key_stages=2, columns=64))
 
 
 def fp8_variants(params_nbytes: int) -> Iterator[Variant]:
     """All that the 8-bit Hopper prefill can be asked for."""
     for score_mod in (False, True):
-        for tile in _MOD_TILES if score_mod else _TILES:
+        for tile in _MOD_TILES if score_mod else (*_TILES, _TALL):
             yield tile.variant(params_nbytes, score_mod)
 
 
 def fp8_tile(problem: AttentionProblem) -> Fp8Tile:
     """The narrowest bucket of a problem that is not refused."""
     largest = max(problem.head_dim, problem.head_dim_v)
-    tiles = _MOD_TILES if problem.softcap > 0 or problem.has_alibi else _TILES
+    modified = problem.softcap > 0 or problem.has_alibi
+    if largest <= _TALL.head_dim and problem.window_right < 0 and not modified:
+        return _TALL
+    tiles = _MOD_TILES if modified else _TILES
     return next(tile for tile in tiles if largest <= tile.head_dim)
 
 

@@ -102,14 +102,14 @@ static_assert(TILE_ROWS % 64 == 0 && TILE_ROWS <= 256, "two to four computing wa
 struct Fp8Variant {
   static constexpr int kHeadDim = HEAD_DIM;  // a bucket: at least those of q, k and v
   static constexpr int kKeys = KEY_TILE;
-  static constexpr int kTileRows = 128;
+  static constexpr int kTileRows = TILE_ROWS;  // 64 a computing warpgroup
   static constexpr int kQueryStages = QUERY_STAGES;
   static constexpr int kKeyStages = KEY_STAGES;
   static constexpr int kValueStages = VALUE_STAGES;    // as they are stored
   static constexpr int kTurnedStages = TURNED_STAGES;  // transposed
-  static constexpr int kFlush = FLUSH;  // key tiles after which O is added up in float32; 0: never
   static constexpr int kColumns = COLUMNS;  // of O at a time; 0: all, beside the next scores
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
+  static constexpr int kLoadRegisters = LOAD_REGISTERS, kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = FP8_PREFILL_NBYTES;
 };

@@ -128,7 +128,7 @@ struct Fp8Loader : BoxLoader<V, 128> {
     int item = count_dealt() ? static_cast<int>(blockIdx.x) : claim();
     if (lane == 0) parked.again = false;
     __syncwarp();
-    bool real = false;   // `number` is a tile, and no message
+    bool real = false;  // `number` is a tile, and no message
 #pragma unroll 1
     for (int number = -1;;) {
       bool found = false;

@@ -3,23 +3,23 @@
 // kColumns columns; the tensor cores are kept busy by the other warpgroup.
 #pragma once
 
+#include "mainloop/fwd_sm90_fp8_kept.cuh"
 #include "mainloop/fwd_sm90_fp8_load.cuh"
 #include "mainloop/fwd_sm90_fp8_store.cuh"
 #include "mainloop/fwd_sm90_fp8_turn.cuh"
-#include "mainloop/fwd_sm90_fp8_weights.cuh"
 #include "mainloop/fwd_sm90_pipeline.cuh"
 
 template <class V>
-struct Fp8Serial : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
-  using W = Fp8Weights<V>;
+struct Fp8Serial : PrefillPipeline<Fp8KeptWeights<V>, Fp8Shared<V>> {
+  using W = Fp8KeptWeights<V>;
   using S = Fp8Shared<V>;
   using Pipeline = PrefillPipeline<W, S>;
+  using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
+  using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
+  using Pipeline::shared, Pipeline::k, Pipeline::number;
   using typename Pipeline::Operands;
   using W::kKeys, W::kSettled;
   using W::p, W::lane, W::weight, W::scale, W::c, W::sum;
-  using Pipeline::shared, Pipeline::k, Pipeline::number;
-  using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
-  using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
   static constexpr int kDim = V::kHeadDim, kColumns = V::kColumns, kParts = kDim / kColumns;
 
   float total[kDim / 2];

@@ -1,218 +1,103 @@
-// Weights of the 8-bit Hopper prefill: scores of a warpgroup's 64 rows, masked, modified, and
-// folded into a softmax whose weights are rounded to e4m3.
+// Weights of the 8-bit Hopper prefill: scores of a warpgroup's 64 rows become weights of a softmax,
+// rounded to e4m3.
 //
-// e4m3 holds 2^-9 .. 448, so the shift c of softmax(x - c) needs care. The first key tile of a row
-// and those with a mask take the maximum: the largest weight is 2^8 exactly. After the first one c
-// is raised by powers of two until the row's sum is below 2^8; that leaves room for later tiles,
-// which keep c: no maximum, no shuffle. Their sums, which are needed anyway, bound each weight;
-// where one exceeds 448, c moves so that the row's largest weight is a power of two, exact in e4m3,
-// and the sum below 2^8 again. The bound is that largest weight itself where it is from 2^6 on, a
-// quarter of the row: a larger one would count much, and be rounded. Only from a weight past 2^100
-// it does not: the sum is infinite then.
+// Each row of each key tile is rounded with a factor of its own, so that its largest weight is 2^8:
+// that one is exact, those next to it are where e4m3 is finest, and all from 2^-17 of it on count.
+// The output of the key tile is due the inverse, and gets it where it is added to the float32 sums.
+// So the weights themselves need only be finite: they are exp2(x - c), with c the largest score of
+// the first key tile of which the row sees anything, for good. The largest weight is looked for
+// beside the exponentials, which wait for nothing then.
 #pragma once
 
-#include "mainloop/fwd_sm90_rows.cuh"
+#include "mainloop/fwd_sm90_fp8_scores.cuh"
 
 template <class V>
-struct Fp8Weights : TileRows<V::kKeys> {
-  using Rows = TileRows<V::kKeys>;
-  using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane, Rows::s, Rows::c, Rows::sum;
-  using Rows::token;
-  static constexpr int kKeys = V::kKeys;
-  static constexpr float kTop = 8.f;  // of weights after a maximum, to base 2
-  static constexpr float kLargestWeight = 448.f, kSmallWeight = 64.f;
-  static constexpr float kLargestMove = 0x1p100f;  // from a weight of this size
-  static constexpr int kSettled = 4;
+struct Fp8Weights : Fp8Scores<V> {
+  using Scores = Fp8Scores<V>;
+  using Scores::kKeys, Scores::p, Scores::scale, Scores::weight, Scores::s, Scores::c, Scores::sum;
+  static constexpr float kTop = 0x1p8f;           // the largest rounded weight of a row
+  static constexpr float kLeast = 0x1p-100f;      // that is told from 0
+  static constexpr float kLargestSum = 0x1p110f;  // with which sums of values are finite
 
-  u32 weight[kKeys / 32][4];  // in 8 bits
-  float scale;                // of scores, to base 2; of modified ones 1
-  float natural;              // of scores
-  float most[2];              // that a lane's sum of a key tile may be in these rows
+  using Scores::Scores;
 
-  using Rows::Rows;
+  __device__ __forceinline__ void begin_rows() { c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f; }
 
-  // ---- scores
-
-  __device__ __forceinline__ void load_scale(const PrefillTile &t) {
-    natural = score_scale(p, t.request, t.kv_head);
-    // Never 0, as it meets -inf.
-    natural = copysignf(fmaxf(fabsf(natural), 1e-30f), natural);
-    scale = V::kScoreMod ? 1.f : natural * kLog2e;
+  // One past the last key tile in which no row lacks a shift: the last key of the tile's first row
+  // is not below it.
+  __device__ __forceinline__ int mask_from(const PrefillTile &t) const {
+    if (p.window_right < 0) return t.mask_from;
+    return min(t.mask_from, max(0, t.token + t.shift + p.window_right) / kKeys);
   }
 
-  // The keys that a row sees, from the first one of key tile n on.
-  __device__ __forceinline__ KeyRange visible(const PrefillTile &t, int n, int h) const {
-    const int position = token(t, h) + t.shift;
-    const int low = p.window_left < 0 ? 0 : position - p.window_left;
-    const int high = p.window_right < 0 ? t.kv_end : min(t.kv_end, position + p.window_right + 1);
-    return {low - n * kKeys, high - n * kKeys};
-  }
-  __device__ __forceinline__ int seen_keys(const PrefillTile &t, int n, int h) const {
-    const KeyRange keys = visible(t, n, h);
-    return min(keys.end, kKeys) - max(keys.begin, 0);
-  }
-
-  __device__ __forceinline__ void mask(const PrefillTile &t, int n) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const KeyRange keys = visible(t, n, h);
-      const int low = keys.begin - lane % 4 * 2, high = keys.end - lane % 4 * 2;
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = 8 * j + e;
-          if (at < low || at >= high) s[4 * j + 2 * h + e] = -infinity();
-        }
-      }
-    }
-  }
-
-  // Soft cap and ALiBi; scores are to base 2 then.
-  __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
-    if constexpr (V::kScoreMod) {
-      Rows::modify_scores(t, n, natural, [&](int h) { return Rows::load_slope(t, h); });
-    }
-  }
-
-  // Before scores are compared: the largest is the one that weighs most.
-  __device__ __forceinline__ void orient() {
-    if (!V::kScoreMod && scale < 0.f) {
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) s[i] = -s[i];
-    }
-  }
-
-  // ---- softmax
-
-  // Scores, oriented and masked, become weights. kFirst: of a tile. Returns whether sums of values
-  // are to be rescaled by `factor`.
-  template <bool kFirst>
-  __device__ __forceinline__ bool fold_exact(float (&factor)[2]) {
-    bool grown = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float top = s[2 * h];
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      }
-      const float wanted = quad_max(top) * fabsf(scale) - kTop;
-      const float next = kFirst ? wanted : fmaxf(c[h], wanted);
-      grown |= !kFirst && next > c[h];
-      if (!V::kScoreMod && !kFirst && next > c[h]) allow(h, 0x1p8f);
-      const float shift = next == -infinity() ? 0.f : next;
-      factor[h] = kFirst ? 1.f : exp2_approx(c[h] - shift);
-      c[h] = next;
-      const float added = exponentiate(h, fabsf(scale), shift);
-      sum[h] = kFirst ? added : fmaf(sum[h], factor[h], added);
-    }
-    return !kFirst && __any_sync(0xffffffffu, grown);
-  }
-
-  // The first key tile of a tile, whose scores are there.
-  __device__ __forceinline__ void fold_first(const PrefillTile &t) {
-    const int n = t.n_end - 1;
-    modify(t, n);
-    orient();
-    const bool masked = n >= t.mask_from || n < t.mask_below;
-    if (masked) mask(t, n);
-    float unused[2];
-    fold_exact<true>(unused);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const bool more = masked && n > t.n_begin;
-      make_room(h, more ? static_cast<float>(kKeys) / max(1, seen_keys(t, n, h)) : 1.f);
-    }
-  }
-
-  // The sum of a row's first weights is brought below 2^8, as it will be for a key tile of which
-  // the row sees all: `rarity` is the number of keys over those that it sees in this one.
-  __device__ __forceinline__ void make_room(int h, float rarity) {
-    const float all = quad_sum(sum[h]) * rarity;
-    const int exponent = static_cast<int>(__float_as_uint(all) >> 23 & 255) - 127;
-    const int down = min(max(exponent - 7, 0), 16);
-    c[h] += down;
-    allow(h, __uint_as_float(static_cast<u32>(127 + 8 - down) << 23));
-    scale_row(h, __uint_as_float(static_cast<u32>(127 - down) << 23));
-  }
-
-  __device__ __forceinline__ void scale_row(int h, float by) {
-    sum[h] *= by;
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) s[4 * j + 2 * h] *= by, s[4 * j + 2 * h + 1] *= by;
-  }
-
-  __device__ __forceinline__ float exponentiate(int h, float by, float shift) {
-    float added = 0.f;
+  // Of scores that are oriented and masked, to base 2.
+  __device__ __forceinline__ float largest_score(int h) const {
+    float top = s[2 * h];
 #pragma unroll
     for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float &at = s[4 * j + 2 * h + e];
-        at = exp2_approx(V::kScoreMod ? at - shift : fmaf(at, by, -shift));
-        added += at;
-      }
+      top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
     }
-    return added;
+    return quad_max(top) * fabsf(scale);
   }
 
-  // A lane's sum of a key tile that needs no other shift. It bounds each of its weights, so that
-  // none is beyond e4m3; once `kSettled` key tiles are behind it is also below that of all before,
-  // so that a key that outweighs them is exact.
-  __device__ __forceinline__ float largest_sum(int h, bool settled) const {
-    const float largest = V::kScoreMod ? kLargestWeight : most[h];
-    return settled ? fminf(fmaxf(sum[h], kSmallWeight), largest) : largest;
-  }
-
-  // Beside a largest weight that outweighs most of the row none may be larger and rounded.
-  __device__ __forceinline__ void allow(int h, float largest) {
-    most[h] = largest >= kSmallWeight ? largest : kLargestWeight;
-  }
-
-  // Moves the shift of rows in which a lane's sum is too large: the largest weight of the key tile
-  // becomes a power of two, and their sum is below 2^8.
-  __device__ __forceinline__ void move_shift(const float (&added)[2], bool settled,
-                                             float (&factor)[2]) {
+  // Rows that have seen no key before get their shift.
+  __device__ __forceinline__ void begin_shift() {
+    if (!__any_sync(0xffffffffu, fminf(c[0], c[1]) == -infinity())) return;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float excess = added[h] <= largest_sum(h, settled) ? 0.f : 1.f;  // NaN: 1
-      const bool over = quad_max(excess) > 0.f;
-      float top = s[2 * h];
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      }
-      top = quad_max(top);
-      const float all = quad_sum(added[h]), size = log2f(top);
-      const float to = floorf(7.f + size - log2f(all));
-      factor[h] = over ? exp2_approx(to) * __fdividef(1.f, top) : 1.f;
-      c[h] += over ? size - to : 0.f;
-      if (!V::kScoreMod && over) allow(h, exp2_approx(to));
-      const float before = sum[h];
-      sum[h] = added[h];
-      scale_row(h, factor[h]);
-      // The factor of a larger weight would be flushed to 0.
-      sum[h] = over && top > kLargestMove ? infinity() : fmaf(before, factor[h], sum[h]);
+      const float top = largest_score(h);
+      if (c[h] == -infinity()) c[h] = top;
     }
   }
 
-  // Weights are 2^8 times those over a maximum: left in, that would cost the log-sum-exp digits.
-  __device__ __forceinline__ RowResult conclude(const PrefillTile &t, int h, float by) const {
-    RowResult result = Rows::conclude_row(t, c[h] + kTop, sum[h] * 0x1p-8f, by);
-    result.norm *= 0x1p-8f;
-    return result;
+  // In tiles that run again the shift grows with the scores; sums of values are due `factor` then.
+  __device__ __forceinline__ void grow_shift(float (&factor)[2]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = fmaxf(c[h], largest_score(h));
+      factor[h] = c[h] == next ? 1.f : exp2_approx(c[h] - next);
+      c[h] = next;
+      sum[h] *= factor[h];
+    }
   }
 
-  __device__ __forceinline__ void pack_weights() {
+  // Scores of row h become weights, and are added up. Returns the largest.
+  template <bool kMasked>
+  __device__ __forceinline__ float weigh(int h) {
+    const float shift = kMasked && c[h] == -infinity() ? 0.f : c[h];
+    const float by = V::kScoreMod ? 1.f : kMasked ? fabsf(scale) : scale;
+    float added = 0.f;
+    int top = 0;  // floats from 0 on are in the order of their bits: three in one instruction
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      float &first = s[4 * j + 2 * h], &second = s[4 * j + 2 * h + 1];
+      first = exp2_approx(V::kScoreMod ? first - shift : fmaf(first, by, -shift));
+      second = exp2_approx(V::kScoreMod ? second - shift : fmaf(second, by, -shift));
+      added += first;
+      added += second;
+      top = max(max(top, __float_as_int(first)), __float_as_int(second));
+    }
+    sum[h] += added;
+    return quad_max(__int_as_float(top));
+  }
+
+  // Weights of row h to 8 bits. Returns what their output is due.
+  __device__ __forceinline__ float pack(int h, float top) {
+    const float largest = fmaxf(top, kLeast);
+    const float by = __fdividef(kTop, largest);
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
+      for (int j = h; j < 4; j += 2) {
         const int at = 16 * i + 8 * (j / 2) + 2 * (j % 2);
-        weight[i][j] = pack_fp8<kE4m3>(s[at], s[at + 1]) | pack_fp8<kE4m3>(s[at + 4], s[at + 5])
-                                                               << 16;
+        weight[i][j] = pack_fp8<kE4m3>(s[at] * by, s[at + 1] * by) |
+                       pack_fp8<kE4m3>(s[at + 4] * by, s[at + 5] * by) << 16;
       }
     }
+    return largest * (1.f / kTop);
+  }
+
+  __device__ __forceinline__ RowResult conclude(const PrefillTile &t, int h, float by) const {
+    return Scores::conclude_row(t, c[h], sum[h], by);
   }
 };

@@ -16,6 +16,9 @@ _TILES = Case(lengths=((140, 500),), num_heads_kv=1, group_size=2, head_dim=64, 
 _TAIL = _TILES.replace(lengths=((33, 0), (70, 7)), causal=False)  # tiles with rows of others
 _GROWING = _TILES.replace(pattern="outlier", lengths=((64, 700),), group_size=1, head_dim=128)
 _WIDE = _TILES.replace(head_dim=256)
+_GROWING_WIDE = _TILES.replace(lengths=((140, 900),), group_size=1, head_dim=256, causal=False,
+                               descale=False, softmax_scale=0.1)  # fmt: skip
+_LOUD = _GROWING.replace(softmax_scale=60.0)
 _AGAIN = Case(lengths=((130, 30), (200, 0)), group_size=2, head_dim=128, causal=True, page_size=16,
               pattern="outlier", q_type="e4m3", kv_type="e4m3")  # fmt: skip
 
@@ -63,20 +66,54 @@ PLANTED_FP8 = [
         "o[i + 1] * norm, o[i + 4] * norm",
         _TILES,
     ),
-    Planted("fp8: O is not added up", KERNEL, r"\+= o\[i\]", "= o[i]", _TILES),
     Planted(
-        "fp8: sums of the rest are not rescaled",
+        "fp8: O is not added up",
         KERNEL,
-        r"if constexpr \(kFlush > 0\) scale_output\(total, factor\)",
-        ";",
-        _GROWING,
+        r"fmaf\(o\[i\], due\[i / 2 % 2\], total\[i\]\)",
+        "o[i] * due[i / 2 % 2]",
+        _TILES,
+    ),
+    Planted(
+        "fp8: outputs are not due what weights were divided by",
+        KERNEL,
+        r"fmaf\(o\[i\], due\[i / 2 % 2\], total\[i\]\)",
+        "fmaf(o[i], 0x1p-8f, total[i])",
+        _TILES,
+    ),
+    Planted(
+        "fp8: a lane's largest weight is taken for the row's",
+        KERNEL,
+        r"return quad_max\(__int_as_float\(top\)\);",
+        "return __int_as_float(top);",
+        _TILES,
     ),
     Planted(
         "fp8: weights beyond the format",
         KERNEL,
+        r"const float by = __fdividef\(kTop, largest\);",
+        "const float by = kTop;",
+        _GROWING,
+    ),
+    Planted(
+        "fp8: tiles whose sums are too large are not run again",
+        KERNEL,
+        r"!\(sum\[h\] < W::kLargestSum\)",
+        "false",
+        _LOUD,
+    ),
+    Planted(
+        "fp8, 256 wide: sums of the rest are not rescaled",
+        KERNEL,
+        r"W::move_shift\(added, settled, factor\);\n      rescale\(factor\)",
+        "W::move_shift(added, settled, factor)",
+        _GROWING_WIDE,
+    ),
+    Planted(
+        "fp8, 256 wide: weights beyond the format",
+        KERNEL,
         r"return settled \? fminf[^;]*;",
         "return 1e6f;",
-        _GROWING,
+        _GROWING_WIDE,
     ),
     Planted("fp8: one key too many is seen", KERNEL, r"at >= high\)", "at > high)", _TILES),
     Planted(
