@@ -201,6 +201,10 @@ def _paged_prefill() -> list[BenchCase]:
         BenchCase("ragged-prefill/32req", q_lens=ragged, k_lens=ragged),
         BenchCase("prefill-fp8/paged/p16/s8192", q_lens=twice, k_lens=twice, **eight),
         BenchCase("prefill-fp8/paged/q512-k8192", q_lens=(512,) * 8, k_lens=(8192,) * 8, **eight),
+        BenchCase("prefill-fp8kv/s8192", q_lens=twice, k_lens=twice, kv_type="e4m3"),
+        BenchCase(
+            "prefill-fp8kv/q512-k8192", q_lens=(512,) * 8, k_lens=(8192,) * 8, kv_type="e4m3"
+        ),
         BenchCase(
             "prefill/d192-128/causal/s8192",
             q_lens=twice,

@@ -84,6 +84,8 @@ def fa3(inputs: BenchInputs, folder: Path | None) -> Callable[[], Any]:
     case = inputs.case
     if case.kind not in ("attention", "mla"):
         raise NoKernelError("no such operation")
+    if case.q_type != case.kv_type:
+        raise NoKernelError("q, k and v of one type only")
     ops = _operators(folder, "fa3", "_vllm_fa3_C")
     torch = _torch()
     fp8 = case.q_type == "e4m3"

@@ -100,11 +100,13 @@ def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
         options |= {"block_table": inputs.block_table, "seqused_k": inputs.seqused_k}
     else:
         options["cu_seqlens_k"] = inputs.cu_seqlens_k
-    q_type = "bfloat16"
-    if case.q_type == "e4m3":
+    kv_type = "bfloat16"
+    if case.kv_type == "e4m3":
         one = inputs.xp.ones((inputs.batch, case.num_heads_kv), "float32")
-        options |= {"q_descale": one, "k_descale": one, "v_descale": one}
-        q_type = "float8_e4m3"
+        options |= {"k_descale": one, "v_descale": one}
+        kv_type = "float8_e4m3"
+        if case.q_type == "e4m3":
+            options["q_descale"] = one
     options["scheduler_metadata"] = cf.get_scheduler_metadata(
         inputs.batch,
         inputs.max_seqlen_q,
@@ -113,7 +115,7 @@ def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
         case.num_heads_kv,
         case.head_dim,
         inputs.seqused_k,
-        q_type,
+        kv_type,
         headdim_v=case.head_dim_v,
         cu_seqlens_q=inputs.cu_seqlens_q,
         page_size=case.page_size,
