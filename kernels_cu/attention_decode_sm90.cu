@@ -47,10 +47,7 @@ extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / Decode
   const Merge merge(p, d, smem + kWarps * d.stages * Loop::kStageBytes);
   const u32 barriers = shared_address(merge.barriers());
   if (threadIdx.x == 0) prefetch_tensor_map(&k_map), prefetch_tensor_map(&v_map);
-  if (static_cast<int>(threadIdx.x % 32) < d.stages) {  // a warp's own
-    mbarrier_init(barriers + (threadIdx.x / 32 * d.stages + threadIdx.x % 32) * 8, 1);
-    mbarrier_init_fence();
-  }
+  Loop::open_rings(d, barriers);
   // The table is read after the lengths, and should be near by then.
   const int line = (cta * kThreads + threadIdx.x) * 128;
   if (line < d.table_bytes) prefetch_l2(p.block_table + line);
@@ -67,7 +64,11 @@ extern "C" __global__ void __launch_bounds__(DecodeVariant::kThreads, 8 / Decode
   totals.alike = even.there;
   const i32 *prefix = d.prefix;
   if (even.there) {
-    __syncwarp();
+    if (DecodeVariant::kSharedRings) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
   } else if (prefix) {
     const i32 *const more = prefix + p.batch;
     totals = {more[0], more[1], more[2], more[3], more[4] != 0, __int_as_float(more[5])};

@@ -128,3 +128,22 @@ def test_large_batches(batch):
     case = PLAIN.replace(lengths=tuple((1, c) for c in contexts), num_heads_kv=1, group_size=2,
                          head_dim=64)  # fmt: skip
     case.make(cupy).check(flash_attn_varlen_func, fa_version=3)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [("bf16", 128, 1), ("fp16", 128, 1), ("e4m3", 128, 4), ("e5m2", 128, 8), ("bf16", 64, 4)],
+)
+@pytest.mark.parametrize("alike", [False, True])
+def test_heads_side_by_side(shape, alike):
+    """So many requests that the warps of a block share what comes for all of their heads."""
+    import cupy
+
+    kv_type, head_dim, group = shape
+    lengths = [600] * 140 if alike else [(37 * i * i) % 1500 - 1 for i in range(140)]
+    case = Case(lengths=tuple((1, n) for n in lengths), num_heads_kv=8, group_size=group,
+                head_dim=head_dim, page_size=16, kv_type=kv_type,
+                q_type="bf16" if kv_type.startswith("e") else kv_type)  # fmt: skip
+    inputs = case.make(cupy)
+    precision = inputs.precision(fa_version=3)
+    check_repeats(inputs, flash_attn_varlen_func, precision, times=20, fa_version=3)

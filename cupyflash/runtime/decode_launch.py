@@ -39,8 +39,8 @@ class Placement:
         arrays = AttentionArrays(*layout.specs)
         self.key_maps = KeyMaps(
             (
-                key_map(arrays.k, plan.k_panels, plan.box_rows, plan.whole_boxes),
-                key_map(arrays.v, plan.v_panels, plan.box_rows, plan.whole_boxes),
+                key_map(arrays.k, plan.k_panels, plan.box_rows, plan.whole_boxes, plan.box_heads),
+                key_map(arrays.v, plan.v_panels, plan.box_rows, plan.whole_boxes, plan.box_heads),
             )
         )
         self.out_bits = bits_of_out(layout)

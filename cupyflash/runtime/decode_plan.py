@@ -8,7 +8,7 @@ from math import gcd
 
 from .costs import ALONE, beside_prefill
 from .decode_plain import is_plain
-from .decode_tile import BUCKETS, DecodeTile, row_tiles, warp_counts
+from .decode_tile import BUCKETS, DecodeTile, row_tiles, shared_ring_tiles, warp_counts
 from .device import RESERVED_SMEM, DeviceInfo
 from .divisors import inverse, log2, page_shift
 from .dtypes import FP16
@@ -64,6 +64,8 @@ class DecodePlan:
         Keys of a TMA box; panels of 128 bytes that are loaded of a row.
     whole_boxes : bool
         A box has all panels of its keys.
+    box_heads : int
+        Heads of a box.
     """
 
     attend: Plan
@@ -76,6 +78,7 @@ class DecodePlan:
     k_panels: int
     v_panels: int
     whole_boxes: bool
+    box_heads: int
 
     def with_workspace(self, nbytes: int) -> DecodePlan:
         """The same with more workspace, behind its own."""
@@ -110,6 +113,11 @@ def head_bucket(problem: AttentionProblem) -> int:
     return next(bucket for bucket in BUCKETS if widest <= bucket)
 
 
+def _has_table(problem: AttentionProblem) -> bool:
+    """Of tiles before each request, made ahead by what the bounds say alone."""
+    return problem.batch > LARGEST_SCAN
+
+
 def _tokens(problem: AttentionProblem) -> int:
     """Queries of a request, at most. A table is made without knowing ``total_q``."""
     if problem.batch > LARGEST_SCAN:
@@ -128,13 +136,20 @@ def _tile(problem: AttentionProblem, alone: bool = False) -> DecodeTile:
     return DecodeTile(compute, cache, head_dim, fitting, warp_counts(head_dim)[-1 if alone else 0])
 
 
-def _side_by_side(problem: AttentionProblem, info: DeviceInfo) -> int:
+def _side_by_side(problem: AttentionProblem, info: DeviceInfo, mixed: bool) -> int:
     """KV heads that a block takes together, so that short rows are read beside each other.
 
-    Not where it leaves too few segments: a split one costs more than the rows gain.
+    Not where it leaves too few segments: a split one costs more than the rows gain. Of heads with
+    one query each, a warp of a block of 8 takes one: there is little of them to merge.
     """
     if problem.batch_invariant:
         return 1
+    eight, rest = divmod(problem.num_heads_kv, 8)
+    alone = _tokens(problem) * problem.group_size == 1 and not (mixed or problem.num_splits)
+    if alone and not rest and info.num_sms <= problem.batch * eight and not _has_table(problem):
+        paged = problem.page_size is not None and problem.page_size % 16 == 0
+        if paged and head_bucket(problem) == 128 and not problem.kv_type.is_fp8:
+            return 8 if is_plain(problem, _tile(problem)) else 1
     row, heads = problem.head_dim * problem.kv_type.itemsize, 1
     while heads < 4 and heads * row < _CONTIGUOUS:
         fewer, rest = divmod(problem.num_heads_kv, 2 * heads)
@@ -156,15 +171,16 @@ def make_decode_plan(
     Requests of more than ``most_rows`` rows (queries times heads of a group) are left to a prefill
     launch, which runs beside this one.
     """
-    unit, mixed = _side_by_side(problem, info), most_rows < ANY_ROWS
+    mixed = most_rows < ANY_ROWS
+    unit = _side_by_side(problem, info, mixed)
     invariant = problem.batch_invariant
     segments = problem.batch * problem.num_heads_kv // unit
     rows = _tokens(problem) * problem.group_size
     few = segments <= (_FEW_SEGMENTS if rows * unit < _MANY_ROWS else _FEW_OF_MANY_ROWS)
-    alone = mixed or head_bucket(problem) > 128 or (few and not invariant)
+    alone = mixed or head_bucket(problem) > 128 or unit == 8 or (few and not invariant)
     tile, blocks = _tile(problem, alone), 1 if alone else 2  # a multiprocessor
     row_block = min(tile.rows, max(1, rows))
-    table = problem.batch > LARGEST_SCAN
+    table = _has_table(problem)
     prefix_bytes = span_memory(0, 0, problem.batch, 0).nbytes
     slot_bytes = 2 * unit * row_block * (problem.head_dim_v + 2) * 4
     limit = LARGEST_WORKSPACE if workspace_limit is None else workspace_limit
@@ -194,6 +210,8 @@ def make_decode_plan(
     beside = not mixed or tile.rows == row_tiles(tile.head_dim)[-1]
     if whole and columns == min(tile.head_dim, 128) and beside and not (table or pieces):
         tile = replace(tile, plain=is_plain(problem, tile))
+    if unit > 1 and replace(tile, shared_rings=True) in shared_ring_tiles() and not mixed:
+        tile = replace(tile, shared_rings=True)
     fewest, even = log2(tile.warps // unit), NOT_EVEN
     if tile.plain and not mixed:
         even = even_cut(problem.batch, problem.num_heads_kv // unit, spans, fewest, align)
@@ -235,6 +253,7 @@ def make_decode_plan(
         k_panels=k_panels,
         v_panels=v_panels,
         whole_boxes=whole,
+        box_heads=unit if tile.shared_rings else 1,
     )
 
 

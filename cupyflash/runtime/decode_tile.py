@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from .attention_params import ATTENTION_PARAMS
 from .compile import native_arch
@@ -18,6 +19,7 @@ __all__ = [
     "decode_variants",
     "row_tiles",
     "schedule_variant",
+    "shared_ring_tiles",
     "warp_counts",
 ]
 
@@ -54,7 +56,8 @@ _CACHES = ((FP16, FP16), (BF16, BF16), (FP16, E4M3), (FP16, E5M2))
 class DecodeTile:
     """What is compiled: types of products and cache, head bucket, rows of a segment, warps.
 
-    ``plain``: for calls that block/decode_plain.cuh describes alone.
+    ``plain``: for calls that block/decode_plain.cuh describes alone. ``shared_rings``: warps of
+    heads side by side share their tiles.
     """
 
     compute: ScalarType
@@ -63,6 +66,7 @@ class DecodeTile:
     rows: int
     warps: int = 4
     plain: bool = False
+    shared_rings: bool = False
 
     @property
     def keys(self) -> int:
@@ -90,13 +94,15 @@ class DecodeTile:
             f"attention_decode_sm90_{self.compute.name}_{self.cache.name}_d{self.head_dim}"
             f"_r{self.rows}"
             + (f"_w{self.warps}" if self.warps > 4 else "")
-            + ("_plain" if self.plain else ""),
+            + ("_plain" if self.plain else "")
+            + ("_shared" if self.shared_rings else ""),
             _ARCH,
             (
                 ("COMPUTE_TYPE", self.compute.code),
                 ("DECODE_NBYTES", DECODE_PARAMS.nbytes),
                 ("DECODE_PLAIN", int(self.plain)),
                 ("DECODE_ROWS", self.rows),
+                ("DECODE_SHARED_RINGS", int(self.shared_rings)),
                 ("DECODE_WARPS", self.warps),
                 ("HEAD_DIM", self.head_dim),
                 ("KEY_TILE", self.keys),
@@ -128,7 +134,18 @@ def decode_variants(arch: str) -> Iterator[Variant]:
                     yield tile.variant
                     if tile.whole_panels:
                         yield replace(tile, plain=True).variant
+    yield from (tile.variant for tile in shared_ring_tiles())
     yield schedule_variant((9, 0))
+
+
+@lru_cache(maxsize=1)
+def shared_ring_tiles() -> tuple[DecodeTile, ...]:
+    """Those of rows of 128 bytes, two heads a box; and of rows of 256 bytes, eight."""
+    found = [DecodeTile(FP16, kv, 128, 8, 4, True, True) for kv in (E4M3, E5M2)]
+    for kv in (FP16, BF16):
+        found += [DecodeTile(kv, kv, 64, 8, 4, True, True)]
+        found += [DecodeTile(kv, kv, 128, 8, 8, True, True)]
+    return tuple(found)
 
 
 def schedule_variant(capability: tuple[int, int]) -> Variant:

@@ -25,7 +25,7 @@ class KeyMap(NamedTuple):
     box: tuple[int, ...]
 
 
-def key_map(spec: Any, panels: int, box_keys: int, whole: bool) -> KeyMap:
+def key_map(spec: Any, panels: int, box_keys: int, whole: bool, heads_a_box: int = 1) -> KeyMap:
     """Of [blocks, slots, heads, dim] or [tokens, heads, dim]: (element, slot, panel, head, block).
 
     A box has 128 bytes of each of its keys, or all of them as panels one after the other; what lies
@@ -39,6 +39,8 @@ def key_map(spec: Any, panels: int, box_keys: int, whole: bool) -> KeyMap:
         Of a box.
     whole : bool
         The head size is whole panels, and a box has ``panels`` of them.
+    heads_a_box : int
+        Heads whose keys a box has, one head's after another's.
     """
     shape, dtype, strides = spec
     if len(shape) == 3:
@@ -52,7 +54,7 @@ def key_map(spec: Any, panels: int, box_keys: int, whole: bool) -> KeyMap:
         UINT8 if dtype.itemsize == 1 else UINT16,
         (width if whole else dim, slots, across, heads, blocks),
         (steps[1], 128 if whole else _WIDE, steps[2], steps[0]),
-        (width, box_keys, panels if whole else 1, 1, 1),
+        (width, box_keys, panels if whole else 1, heads_a_box, 1),
     )
 
 

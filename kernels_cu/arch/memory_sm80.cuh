@@ -13,6 +13,16 @@ __device__ __forceinline__ u32 arrive_and_wrap(u32 *counter, u32 last) {
   return before;
 }
 
+// The same among the threads of a block; `counter` is a shared address.
+__device__ __forceinline__ u32 arrive_and_wrap_shared(u32 counter, u32 last) {
+  u32 before;
+  asm volatile("atom.acq_rel.cta.shared.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "r"(counter), "r"(last)
+               : "memory");
+  return before;
+}
+
 __device__ __forceinline__ u32 load_acquire(const u32 *at) {
   u32 value;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");

@@ -67,6 +67,7 @@ struct DecodeVariant {
   static constexpr int kWarps = DECODE_WARPS, kThreads = 32 * kWarps;
   static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
   static constexpr bool kPlain = DECODE_PLAIN;        // see block/decode_plain.cuh
+  static constexpr bool kSharedRings = DECODE_SHARED_RINGS;  // of the warps of heads side by side
   // Whether it runs beside a prefill: as many rows as there may be.
   static constexpr bool kBeside = kRowTiles > 1 || kHeadDim > 128;
   static constexpr int kParamsBytes = DECODE_NBYTES;

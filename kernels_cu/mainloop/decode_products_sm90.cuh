@@ -24,8 +24,10 @@ struct DecodeProducts {
 
   const AttentionParams &p;
   const int lane = threadIdx.x % 32;
+  const u32 values;  // from 16 keys to their values; heads side by side lie one after the other
 
-  __device__ __forceinline__ explicit DecodeProducts(const AttentionParams &p) : p(p) {}
+  __device__ __forceinline__ explicit DecodeProducts(const AttentionParams &p, int heads_shift = 0)
+      : p(p), values(kSideBytes << heads_shift) {}
 
   // 32 bytes further along the rows of a swizzled panel.
   __device__ __forceinline__ static u32 along(u32 base, int step) {
@@ -58,7 +60,7 @@ struct DecodeProducts {
 #pragma unroll
         for (int t = 0; t < kKeyTiles; ++t) {
           u32 r[4];
-          ldmatrix4(r, along(base + t * 2 * kSideBytes, kWiden ? n / 2 : n));
+          ldmatrix4(r, along(base + t * 2 * values, kWiden ? n / 2 : n));
           if constexpr (kWiden) {
             // The order of the 16 elements of a step is permuted; that of the queries too.
 #pragma unroll
@@ -89,7 +91,7 @@ struct DecodeProducts {
                                              float (&acc)[kSteps][kRowTiles][4]) const {
     const int token = kWiden ? lane % 8 + (lane & 8) : lane % 8 + (lane >> 1 & 8);
     const int chunk = kWiden ? lane / 16 : lane >> 3 & 1;
-    const u32 base = tile + kSideBytes + token * 128 + ((chunk ^ lane % 8) << 4);
+    const u32 base = tile + values + token * 128 + ((chunk ^ lane % 8) << 4);
 #pragma unroll
     for (int panel = 0; panel < kSteps; panel += kPanelSteps) {
       if (kSkipPanels && panel * 16 >= p.head_dim_v) break;
@@ -170,7 +172,7 @@ struct DecodeProducts {
       }
       u32 keep[2] = {};
       if constexpr (kEdge) rows.kept_keys(key + t * 16, keep);
-      accumulate<kEdge, kTiles>(tile + t * 2 * kSideBytes, weight, keep, state.acc);
+      accumulate<kEdge, kTiles>(tile + t * 2 * values, weight, keep, state.acc);
     }
   }
 };
