@@ -8,6 +8,7 @@ import numpy as np
 
 from .attention import flash_attn_varlen_func
 from .runtime.arrays import array_module, as_array, merge_leading, on_stream
+from .runtime.placement import check_apart
 
 __all__ = [
     "as_batch",
@@ -59,7 +60,7 @@ def flash_attn_func(
         raise ValueError(f"q, k, v hold {q.shape[0]}, {k.shape[0]}, {v.shape[0]} sequences")
     if k.shape[1] != v.shape[1]:
         raise ValueError(f"k has {k.shape[1]} tokens a sequence and v {v.shape[1]}")
-    check_batch_lse(lse, (q.shape[0], q.shape[2], q.shape[1]))
+    check_batch_lse(lse, (q.shape[0], q.shape[2], q.shape[1]), out)
     with on_stream(q, stream, "lengths of a batch"):
         starts = _starts(array_module(k), k.shape[0], k.shape[1])
         arguments = ragged_arguments(
@@ -83,11 +84,15 @@ def _starts(module: Any, batch: int, length: int) -> Any:
     return module.arange(batch + 1, dtype=np.int32) * np.int32(length)
 
 
-def check_batch_lse(lse: Any, shape: tuple[int, int, int]) -> None:
-    """An ``lse`` of the caller's is float32 [batch, Hq, Sq]."""
-    given = None if lse is None else as_array(lse, "lse")
-    if given is not None and (given.shape != shape or given.dtype != np.float32):
+def check_batch_lse(lse: Any, shape: tuple[int, int, int], out: Any) -> None:
+    """An ``lse`` of the caller's is float32 [batch, Hq, Sq], in other memory than ``out``."""
+    if lse is None:
+        return
+    given = as_array(lse, "lse")
+    if given.shape != shape or given.dtype != np.float32:
         raise ValueError(f"lse is {given.dtype} {given.shape}; it must be float32 {list(shape)}")
+    if out is not None:
+        check_apart(("lse", "out"), given, as_array(out, "out"))
 
 
 def ragged_arguments(
@@ -115,7 +120,7 @@ def batch_results(
     """The results of the ragged call in the shapes of the batch."""
     batch, len_q, heads, _ = shape
     flat_out, flat_lse = found if isinstance(found, tuple) else (found, None)
-    result = flat_out.reshape(batch, len_q, heads, -1) if out is None else out
+    result = flat_out.reshape(batch, len_q, heads, flat_out.shape[-1]) if out is None else out
     if flat_lse is None:
         return result
     by_batch = flat_lse.reshape(heads, batch, len_q).transpose(1, 0, 2)

@@ -92,7 +92,7 @@ def flash_attn_with_kvcache(
         for name, array in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache))
     )
     batch = q.shape[0]
-    check_batch_lse(lse, (batch, q.shape[2], q.shape[1]))
+    check_batch_lse(lse, (batch, q.shape[2], q.shape[1]), out)
     with on_stream(q, stream, "lengths of a batch"):
         lengths = _cache_lengths(cache_seqlens, q, batch)
         table = _table(block_table, cache_batch_idx, k_cache, batch)

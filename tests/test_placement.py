@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from cupyflash.attention import flash_attn_varlen_func
+from cupyflash.batched import flash_attn_func
 from cupyflash.testing import Case
 
 SMALL = Case(
@@ -78,6 +79,17 @@ def test_results_that_would_change_what_is_read_are_refused(path, name, words):
     with pytest.raises(ValueError, match=f"{words}: results need memory of their own"):
         call(inputs, **changes)
     assert {key: path.host(array).tobytes() for key, array in changes.items()} == before
+
+
+def test_the_lse_of_a_batch_is_apart_from_its_results(path):
+    q = path.array(np.ones((2, 3, 2, 64)), np.float16)
+    flat = path.xp.zeros(q.size, np.float16)
+    lse = flat.view(np.float32)[:12].reshape(2, 2, 3)
+    with pytest.raises(ValueError, match="lse overlaps out: results need memory of their own"):
+        flash_attn_func(q, q, q, out=flat.reshape(q.shape), lse=lse)
+    assert not path.host(flat).any()
+    flash_attn_func(q, q, q, out=path.xp.zeros_like(q), lse=lse)
+    assert path.host(lse).all()
 
 
 def test_results_between_the_rows_of_queries_are_apart_from_them(path):

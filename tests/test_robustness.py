@@ -78,6 +78,21 @@ def test_attention_of_nothing(path, sizes, page_size, num_splits):
     assert cf.explain(**args).problem.batch == len(q_lens)
 
 
+@pytest.mark.parametrize(("batch", "len_q", "len_k"), [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)])
+def test_batches_of_nothing(path, batch, len_q, len_k):
+    zeros = lambda *shape: path.array(np.zeros(shape), BF16)  # noqa: E731
+    q, k, v = zeros(batch, len_q, 4, 64), zeros(batch, len_k, 2, 64), zeros(batch, len_k, 2, 32)
+    cache, used = (zeros(batch, 16, 2, 64), zeros(batch, 16, 2, 32)), np.zeros(batch, np.int32)
+    for out, lse in (
+        cf.flash_attn_func(q, k, v, return_softmax_lse=True),
+        cf.flash_attn_with_kvcache(
+            q, *cache, cache_seqlens=path.array(used), return_softmax_lse=True
+        ),
+    ):
+        assert (out.shape, lse.shape) == ((batch, len_q, 4, 32), (batch, 4, len_q))
+        assert not path.host(out).astype(np.float32).any()
+
+
 @pytest.mark.parametrize("shape", [(0, 4, 64), (3, 0, 64)])
 def test_merges_of_nothing(merge_path, shape):
     states = [merge_path.array(np.zeros(shape, np.float16)) for _ in range(3)]

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from .arrays import AttentionArrays
 from .call import Call
 from .device import Device
 from .layout import Layout
 from .overlap import footprint, share_memory
 
-__all__ = ["check_placement"]
+__all__ = ["check_apart", "check_placement"]
 
 _NAMES = (*AttentionArrays._fields, "q_descale", "k_descale", "v_descale")
 _Q, _OUT, _LSE = (_NAMES.index(name) for name in ("q", "out", "lse"))
@@ -41,6 +43,19 @@ def check_placement(call: Call, device: Device | None = None) -> None:
         reach.check_aligned(starts)
     for result in reach.results:
         reach.check_apart(result, starts)
+
+
+def check_apart(names: tuple[str, str], one: Any, other: Any) -> None:
+    """Refuse two results that share memory.
+
+    Raises
+    ------
+    ValueError
+    """
+    starts = [_address(a) if isinstance(a, np.ndarray) else a.data.ptr for a in (one, other)]
+    prints = [footprint((a.shape, a.dtype, a.strides)) for a in (one, other)]
+    if share_memory(starts[0], prints[0], starts[1], prints[1]):
+        raise ValueError(f"{names[0]} overlaps {names[1]}: results need memory of their own")
 
 
 def _address(array: Any) -> int:
