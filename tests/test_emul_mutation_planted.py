@@ -10,14 +10,15 @@ from emulator.planted_mail import PLANTED_MAIL
 from emulator.planted_prefill import PLANTED_PREFILL
 from emulator.planted_rows import PLANTED_ROWS
 from emulator.planted_shared import PLANTED_SHARED
-from emulator.planted_sm80 import PLANTED_SM80
 from emulator.planted_side import PLANTED_SIDE
+from emulator.planted_sm80 import PLANTED_SM80
 from emulator.planted_small import PLANTED_SMALL
 
 # Orders of warps that each is looked for in.
 SEEDS = [
     (PLANTED, 20), (PLANTED_SM80, 20), (PLANTED_SHARED, 6), (PLANTED_FP8, 20), (PLANTED_ROWS, 20),
-    (PLANTED_PREFILL, 20), (PLANTED_LATENT, 8), (PLANTED_SMALL, 20), (PLANTED_MAIL, 10), (PLANTED_SIDE, 6),
+    (PLANTED_PREFILL, 20), (PLANTED_LATENT, 8), (PLANTED_SMALL, 20), (PLANTED_MAIL, 10),
+    (PLANTED_SIDE, 6),
 ]  # fmt: skip
 
 
