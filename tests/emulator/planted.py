@@ -148,7 +148,7 @@ PLANTED = [
     Planted("decode: too few bytes expected", DECODE, r"panels \* 128\);", "panels * 128 - 128);", _STEP),
     Planted("decode: no fence after barriers are initialised", DECODE, _body("mbarrier_init_fence"), r"\1 {}", _STEP),
     Planted("decode: one key too many is seen", DECODE, r"at >= high\) score", "at > high) score", _STEP),
-    Planted("decode: refilled before all lanes have read", DECODE, r"__syncwarp\(\);(\s*ask\(stage\))", r"\1", _LONG),
+    Planted("decode: refilled before all lanes have read", DECODE, r"__syncwarp\(\);(\s*ask\(stage, )", r"\1", _LONG),
     Planted("decode: counter without order", DECODE, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _STEP),
     Planted("decode: read of the counter without order", DECODE, r"ld\.acquire\.gpu\.global", "ld.relaxed.gpu.global", _SHARED, num_sms=40),
     Planted("decode: a merge of many without a bug", DECODE, "", "", _SHARED, num_sms=40),
