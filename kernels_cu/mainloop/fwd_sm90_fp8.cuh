@@ -117,9 +117,6 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
       wgmma_wait<1>();
       have_scores();
       const float top[2] = {W::template weigh<false>(0), W::template weigh<false>(1)};
-      // The tile runs again then, but that is not why: without a branch the compiler has the wait
-      // before the exponentials.
-      if (__any_sync(0xffffffffu, top[0] + top[1] == infinity())) __nanosleep(32);
       wgmma_wait<0>();
       have_output();
       due[0] = W::pack(0, top[0]), due[1] = W::pack(1, top[1]);

@@ -61,7 +61,7 @@ struct Fp8Weights : Fp8Scores<V> {
     }
   }
 
-  // Scores of row h become weights, and are added up. Returns the largest.
+  // Scores of row h become weights, and are added up. Returns the largest of this lane.
   template <bool kMasked>
   __device__ __forceinline__ float weigh(int h) {
     const float shift = kMasked && c[h] == -infinity() ? 0.f : c[h];
@@ -78,12 +78,12 @@ struct Fp8Weights : Fp8Scores<V> {
       top = max(max(top, __float_as_int(first)), __float_as_int(second));
     }
     sum[h] += added;
-    return quad_max(__int_as_float(top));
+    return __int_as_float(top);
   }
 
   // Weights of row h to 8 bits. Returns what their output is due.
   __device__ __forceinline__ float pack(int h, float top) {
-    const float largest = fmaxf(top, kLeast);
+    const float largest = fmaxf(quad_max(top), kLeast);
     const float by = __fdividef(kTop, largest);
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {

@@ -83,8 +83,8 @@ PLANTED_FP8 = [
     Planted(
         "fp8: a lane's largest weight is taken for the row's",
         KERNEL,
-        r"return quad_max\(__int_as_float\(top\)\);",
-        "return __int_as_float(top);",
+        r"fmaxf\(quad_max\(top\), kLeast\)",
+        "fmaxf(top, kLeast)",
         _TILES,
     ),
     Planted(
