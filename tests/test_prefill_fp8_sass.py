@@ -23,8 +23,8 @@ def test_the_inner_loop(head_dim, keys):
     assert loop.count("QGMMA") == head_dim // 32 + keys // 32
     # Descriptors come from uniform registers: a move for each of them would be twice as many.
     assert loop.count("R2UR") <= 4
-    # Exponentials begin beside the warpgroup's own products, and hide the sums of their output: with
-    # the wait for it after all of them a long request takes 6 % more.
+    # Exponentials begin beside the warpgroup's own products, and hide the sums of their output:
+    # with the wait for it after all of them a long request takes 6 % more.
     assert 0 < loop.between_waits("MUFU.EX2") < keys // 2
     assert not any(
         "STL" in text or "LDL" in text for text in instructions(variant, disassembler())[0]
