@@ -46,7 +46,15 @@ extern "C" __global__ void __launch_bounds__(128) KERNEL_NAME(
     for (int i = threadIdx.x; i <= d.spans; i += 128) {
       const KeyRange tiles = spans.tiles_of(p, d, i);
       found.begins[i] = tiles.begin;
-      if (i < d.spans && spans.tiles_of(p, d, i + 1).begin != tiles.end) found.begins[i] = -1;
+      if (i == d.spans) continue;
+      const int next = spans.tiles_of(p, d, i + 1).begin;
+      bool joined = next == tiles.end;
+      // What a segment costs besides its keys is no span's, where segments end spans.
+      if (!joined && next == tiles.end + d.segment_tiles) {
+        const int r = next < totals.tiles ? spans.find(next) : 0;
+        joined = next == totals.tiles || (next - prefix[r]) % request_work(p, d, r).tiles == 0;
+      }
+      if (!joined) found.begins[i] = -1;
     }
     for (int i = threadIdx.x; i < totals.tiles; i += 128) {
       const int request = spans.find(i);
