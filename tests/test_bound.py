@@ -78,8 +78,11 @@ def test_everything_but_the_strategies_works_without_hypothesis_and_cupy():
 # Planted bugs in a tile loop
 
 
-def tile_loop(inputs, bug="", tile=16):
-    """A small online-softmax attention in bfloat16, one tile of keys at a time."""
+def tile_loop(inputs, bug="", tile=16, keeps_shift=False):
+    """A small online-softmax attention in bfloat16, one tile of keys at a time.
+
+    With ``keeps_shift`` weights are over a row's first largest score, until they are past e^30.
+    """
     args, case = inputs.args, inputs.case
     out, lse = inputs.placed["out"].view, inputs.placed["lse"].view
     starts_q, starts_k = args["cu_seqlens_q"], args["cu_seqlens_k"]
@@ -101,6 +104,8 @@ def tile_loop(inputs, bug="", tile=16):
             key = np.arange(begin, begin + s.shape[1])
             s = np.where(key <= position[:, None], s, np.float32(-np.inf))
             new = np.maximum(top, s.max(axis=1))
+            if keeps_shift:
+                new = np.where(np.isinf(top) | (new > top + 30), new, top)
             shift = np.where(np.isinf(new), np.float32(0), new)
             p = np.exp(s - shift[:, None])
             rescale = np.exp(top - shift)
@@ -124,10 +129,47 @@ def planted_case(**more):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("keeps_shift", [False, True])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_honest_tile_loop_is_within_the_bound(pattern):
+def test_honest_tile_loop_is_within_the_bound(pattern, keeps_shift):
     inputs = planted_case(pattern=pattern).make()
-    inputs.expected().check(*tile_loop(inputs))
+    inputs.expected().check(*tile_loop(inputs, keeps_shift=keeps_shift))
+
+
+def one_key_counts(mantissa):
+    """One query; its last key has nearly all the weight, ``mantissa`` * 2^20 of the first ones."""
+    inputs = Case(lengths=((1, 31),), head_dim=4, q_type="bf16", kv_type="bf16").make()
+    args = inputs.args
+    args["q"][:1] = args["k"][:32] = args["v"][:32] = 0
+    args["q"][:1, :, :2] = 2
+    # The logarithm as a sum of two numbers of 8 bits.
+    power = np.log(mantissa) + 20 * np.log(2)
+    args["k"][31, :, 0] = power
+    args["k"][31, :, 1] = power - np.float64(args["k"][31, 0, 0])
+    args["v"][31] = 7.96875
+    return inputs
+
+
+@pytest.mark.parametrize("mantissa", [1.0038, 1.0040, 1.0116])
+def test_a_kept_shift_rounds_even_the_largest_weight(mantissa):
+    """Where one key has all the weight, an error of half an ulp of P is all there is."""
+    inputs = one_key_counts(mantissa)
+    expected, (out, lse) = inputs.expected(), tile_loop(inputs, keeps_shift=True)
+    assert abs(float(out[0, 0, 0]) - 7.96875) == 0.03125
+    expected.check(out, lse)
+    with pytest.raises(AssertionError, match="times the bound"):
+        expected.check((expected.out - 0.0625).astype(out.dtype), lse)
+
+
+def test_without_earlier_keys_the_largest_weight_is_exact():
+    inputs = one_key_counts(1.0038)
+    args = inputs.args
+    for name in ("k", "v"):
+        args[name][:16] = args[name][16:32]
+    args["cu_seqlens_k"][1] = 16
+    expected = inputs.expected()
+    with pytest.raises(AssertionError, match="times the bound"):
+        expected.check(np.full(expected.out.shape, 7.9375, args["v"].dtype))
 
 
 @pytest.mark.parametrize("bug", ["causal", "gqa", "tail", "rescale"])
@@ -147,5 +189,6 @@ def test_planted_bug_is_rejected(bug, seed):
     )
 )  # fmt: skip
 def test_honest_tile_loop_is_within_the_bound_for_any_case(case):
-    inputs = case.make()
-    inputs.expected().check(*tile_loop(inputs))
+    for keeps_shift in (False, True):
+        inputs = case.make()
+        inputs.expected().check(*tile_loop(inputs, keeps_shift=keeps_shift))

@@ -99,6 +99,16 @@ def test_a_sink_is_rounded_once(arch):
         case.make().check(attend)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_a_key_with_all_the_weight_after_the_first_ones(arch):
+    """Its weight, over their largest score, is 2^51.3: rounded, as all weights are."""
+    case = Case(lengths=((1, 117), (1, 64), (17, 110)), head_dim=128, page_size=64, softcap=30.0,
+                softmax_scale=1.0, alibi="head", q_type="bf16", kv_type="bf16", pattern="one_hot",
+                seed=333)  # fmt: skip
+    with emulated(arch, seed=5):
+        case.make().check(attend, num_splits=5)
+
+
 @pytest.mark.parametrize("num_splits", [2, 3, 8])
 @pytest.mark.parametrize("window", [(-1, -1), (40, 0), (100, 30)])
 def test_splits_that_some_rows_do_not_reach(num_splits, window):

@@ -14,6 +14,7 @@ from test_emul_attention import attend
 from test_emul_decode_sm90 import PLAIN, decode_cases
 
 from cupyflash.runtime.device import active_device
+from cupyflash.testing import Case
 
 SPLITS = st.sampled_from([0, 0, 1, 2, 5])
 
@@ -36,6 +37,16 @@ def test_any_case_in_any_order_of_warps(arch, case, order, num_splits, num_sms):
     with emulated(arch, num_sms=num_sms, seed=order):
         case.make().check(attend, num_splits=num_splits)
         assert kernels() == ["attention_decode"]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_weights_of_exact_scores_are_added_up_in_float32(arch):
+    """All products are 0: what the log-sum-exp is off by is of sums and of a logarithm."""
+    case = Case(lengths=((1, 11), (0, 0), (1, -1)), head_dim=128, head_dim_v=64, page_size=64,
+                softmax_scale=0.05, alibi="request", sink=True, q_type="fp16", kv_type="fp16",
+                layout="HND", pattern="one_hot", seed=2231)  # fmt: skip
+    with emulated(arch, num_sms=2):
+        case.make().check(attend)
 
 
 @pytest.mark.parametrize("types", [("fp16", "fp16"), ("bf16", "e4m3")])

@@ -21,6 +21,7 @@ PHASES = (0.0, 0.25, 0.5, 0.75)
 
 _LARGEST_SUM = 256.0  # of 8-bit weights of _BLOCK keys
 _BLOCK = 128
+_STEP = 16  # keys that no kernel divides
 _MODELLED = 1 << 16  # scores of a head that are added up as tensor cores do it
 
 
@@ -38,6 +39,7 @@ def attention_baseline(
     alibi_slopes: Any = None,
     s_aux: Any = None,
     p_phase: float = 0.0,
+    p_shift: int = 0,
     descales: tuple[Float64, Float64] | None = None,
 ) -> tuple[NDArray[Any], Float32]:
     """Attention of one sequence in float32, with P rounded to ``p_dtype`` before it meets V.
@@ -48,6 +50,12 @@ def attention_baseline(
     ``p_phase`` of a power of two, as which weights are exact depends on it. Scores are then sums of
     8-bit products too, over ``descales`` of q and k, as tensor cores add them up: for some rows,
     the largest scores among them, and for a phase of 0.
+
+    Weights of 16 bits are made over the row's largest score, so that the largest weight is exact,
+    for a ``p_shift`` of 0. Kernels keep the largest score of a row's first keys instead, moved by
+    whole powers of two at most, and which keys come first is a matter of tiles and splits. So for
+    -1 and 1 they are made over the largest score of those 16 keys of the row by which the largest
+    weight is rounded down or up the furthest.
 
     Returns
     -------
@@ -86,7 +94,8 @@ def attention_baseline(
         top = top[some]
         p = np.exp(score[some] - top[:, None])
         total = p.sum(axis=1) + np.exp(sink - top)
-        rounded = _round_weights(p, np.dtype(p_dtype), p_phase)
+        factor = _over_earlier_keys(score[some], top, np.dtype(p_dtype), p_shift)
+        rounded = _round_weights(p * factor, np.dtype(p_dtype), p_phase) / factor
         out[some, head] = rounded @ v[:, kv_head] / total[:, None]
         lse[head, some] = top + np.log(total)
     return round_to(out, out_dtype), lse
@@ -102,6 +111,20 @@ def _round_weights(p: Float32, dtype: Any, phase: float) -> Float32:
     scale = (_LARGEST_SUM * 2.0**-down).astype(np.float32)
     rounded: Float32 = round_to(p * scale, dtype).astype(np.float32) / scale
     return rounded
+
+
+def _over_earlier_keys(score: Float32, top: Float32, dtype: Any, way: int) -> Any:
+    """What weights over ``top`` are multiplied by to be over another shift: 1 to 2, [rows, 1]."""
+    if not way or not score.shape[1]:
+        return np.float32(1)
+    shifts = np.maximum.reduceat(score, np.arange(0, score.shape[1], _STEP), axis=1)
+    with np.errstate(invalid="ignore"):
+        powers = np.where(np.isfinite(shifts), top[:, None] - shifts, 0) / np.log(2)
+        factors = np.exp2(powers - np.floor(powers)).astype(np.float32)
+        largest = factors * np.exp(shifts.max(axis=1) - top)[:, None]
+        error = round_to(largest, dtype).astype(np.float32) / largest - 1
+    at = np.argmax(np.nan_to_num(way * error), axis=1)
+    return factors[np.arange(len(factors)), at][:, None]
 
 
 def _exposed_rows(score: Float32) -> NDArray[np.intp]:
@@ -128,6 +151,7 @@ def varlen_baseline(
     p_dtype: Any,
     out_dtype: Any,
     p_phase: float = 0.0,
+    p_shift: int = 0,
     **kwargs: Any,
 ) -> tuple[Float64, Float64]:
     """`attention_baseline` for a ragged batch; arguments are those of ``varlen_oracle``.
@@ -146,6 +170,7 @@ def varlen_baseline(
             p_dtype=p_dtype,
             out_dtype=out_dtype,
             p_phase=p_phase,
+            p_shift=p_shift,
             descales=request.descales if np.dtype(p_dtype).itemsize == 1 else None,
             **request.options,
         )

@@ -29,7 +29,7 @@ class Expected:
     lse : float64 [num_heads_q, total_q]
     out_baseline, lse_baseline : float64
     out_floor, lse_floor : float
-        What rounding the scores to float32 may cost, whatever the order of the sums.
+        What scores and sums of weights in float32 may cost, whatever the order of the sums.
     starts : ndarray or None
         ``cu_seqlens_q``, to name the request in a message.
     """
@@ -99,8 +99,8 @@ def expect_attention(
         The arguments of the call as they are, with ``cu_seqlens_q``; options that only decide how
         the work is scheduled are dropped. The first axis of q may hold more rows than requests.
     p_dtype : dtype or str, optional
-        The type in which the baseline rounds P: default q's, float16 for an 8-bit q. For an 8-bit
-        type each element has the worst error of several scales of P.
+        The type in which the baseline rounds P: default q's, float16 for an 8-bit q. Each element
+        has the worst error of several scales of P, unless it is float32.
     out_dtype : dtype or str, optional
         Default q's type, bfloat16 for an 8-bit q.
 
@@ -116,19 +116,39 @@ def expect_attention(
     p = _named(p_dtype, DTYPES["fp16"] if one_byte else kind)
     o = _named(out_dtype, DTYPES["bf16"] if one_byte else kind)
     out, lse = varlen_oracle(q, k, v, *args, **kwargs)
-    low_out, low_lse = varlen_baseline(q, k, v, *args, p_dtype=p, out_dtype=o, **kwargs)
-    if p.itemsize == 1:
-        for phase in PHASES[1:]:
-            more, _ = varlen_baseline(
-                q, k, v, *args, p_dtype=p, out_dtype=o, p_phase=phase, **kwargs
-            )
-            low_out = np.where(np.abs(more - out) > np.abs(low_out - out), more, low_out)
+    low_out, low_lse = _low_precision(out, p, o, (q, k, v, *args), kwargs)
     loss, largest = 0.0, 0.0
     for request in requests(q, k, v, *args, **kwargs):
-        loss = max(loss, _score_loss(request))
+        loss = max(loss, _score_loss(request) + (_sum_loss(request) if p.itemsize < 4 else 0.0))
         largest = max(largest, float(np.abs(np.nan_to_num(request.v)).max(initial=0.0)))
     starts = args[1] if len(args) > 1 else kwargs["cu_seqlens_q"]
     return Expected(out, lse, low_out, low_lse, 2 * loss * largest, loss, starts)
+
+
+def _low_precision(
+    out: Float64, p: Any, o: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Float64, Float64]:
+    """The baseline of ``out`` and of the LSE, with the worst error of several scales of P.
+
+    Of 16 bits the scales are those by which the largest weight is rounded the furthest. That leaves
+    nothing to chance, which is what the bound doubles a baseline's error for: such an error counts
+    once, beside once that of the first scale.
+    """
+    low, lse = varlen_baseline(*args, p_dtype=p, out_dtype=o, **kwargs)
+    if p.itemsize == 1:
+        for phase in PHASES[1:]:
+            more, _ = varlen_baseline(*args, p_dtype=p, out_dtype=o, p_phase=phase, **kwargs)
+            low = np.where(np.abs(more - out) > np.abs(low - out), more, low)
+    elif p.itemsize == 2:
+        with np.errstate(invalid="ignore"):
+            first = error = np.abs(low - out)
+            for way in (-1, 1):
+                more, _ = varlen_baseline(
+                    *args, p_dtype=p, out_dtype=np.float32, p_shift=way, **kwargs
+                )
+                error = np.fmax(error, (first + np.abs(more - out)) / 2)
+            low = np.where(np.isfinite(error), out + error, low)
+    return low, lse
 
 
 def _named(given: Any, default: np.dtype[Any]) -> np.dtype[Any]:
@@ -158,6 +178,15 @@ def _score_loss(request: Request) -> float:
         span = max(len(request.q), len(request.k))
         loss += float(np.abs(request.options["alibi_slopes"]).max()) * span
     return loss * _UNIT
+
+
+def _sum_loss(request: Request) -> float:
+    """What float32 may cost the logarithm of a sum of weights, beside the scores.
+
+    One rounding each of the weights, of their sum and of the sum with the sink, all relative to the
+    sum, and one of its logarithm, which is at most that of the number of keys and the sink.
+    """
+    return (3 + float(np.log1p(len(request.k)))) * _UNIT
 
 
 def expect_merge(*states: tuple[Any, Any], out_dtype: Any, s_aux: Any = None) -> Expected:
