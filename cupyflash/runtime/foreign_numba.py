@@ -39,7 +39,7 @@ def view_of_numba(value: Any, name: str, consumer: Consumer) -> Any:
         and seen.dtype is value.dtype
     ):
         if stream := value.stream:
-            consumer.after_stream(int(stream))
+            consumer.after_stream(int(stream), seen.view.data.device_id)
         return seen.view
     view = view_of_interface(value, name, consumer)
     if view is not None:

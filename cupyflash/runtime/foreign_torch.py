@@ -22,7 +22,8 @@ class Tensors:
     """
 
     def __init__(self) -> None:
-        self._last: dict[int, tuple[Any, Any, Any, bool, Any]] = {}
+        self._several = not one_gpu()
+        self._last: dict[int, tuple[Any, Any, Any, bool, int, Any]] = {}
 
     def view(self, value: Any, name: str, consumer: Consumer) -> Any:
         """None where the tensor is not on a GPU, is empty, or is not what its bytes say."""
@@ -31,20 +32,21 @@ class Tensors:
             if last is None:
                 found = self._look(value, name, consumer)
             else:
-                shape, layout, dtype, has_sign, found = last
+                shape, layout, dtype, has_sign, ordinal, found = last
                 if (
                     shape != value.shape
                     or layout != (value.is_contiguous() or value.stride())
                     or dtype is not value.dtype
                     or value.requires_grad
                     or (has_sign and value.is_neg())
+                    or (self._several and value.get_device() != ordinal)
                 ):
                     found = self._look(value, name, consumer)
         except RuntimeError:  # one without memory
             return None
         if found is not None and consumer.settled is not self:
             consumer.after(stream_of_torch, found.data.device_id)
-            if one_gpu():
+            if not self._several:
                 consumer.settled = self
         return found
 
@@ -52,22 +54,20 @@ class Tensors:
         if value.requires_grad or value.is_neg() or not value.is_cuda:
             return None
         address, layout = value.data_ptr(), value.is_contiguous() or value.stride()
-        alone = one_gpu()
-        key = address, value.shape, layout, value.dtype, 0 if alone else value.get_device()
+        ordinal = value.get_device()
+        key = address, value.shape, layout, value.dtype, ordinal
         found = views.get(key)
         if found is None:
             array = adopt(value, name, consumer)
-            places = array.shape, array.strides, array.data.device_id
-            found = view_over(array.data.ptr, array.dtype, *places)
+            found = view_over(array.data.ptr, array.dtype, array.shape, array.strides, ordinal)
             if found is None:
                 return array
             found = keep(key, found)
-        if alone:  # else memory of one may come back on another
-            if len(self._last) >= _MOST_SEEN:
-                self._last.clear()
-            # The imaginary part of a conjugate is the bits of its negative: float16 or float32.
-            has_sign = found.dtype.kind == "f"
-            self._last[address] = value.shape, layout, value.dtype, has_sign, found
+        if len(self._last) >= _MOST_SEEN:
+            self._last.clear()
+        # The imaginary part of a conjugate is the bits of its negative: float16 or float32.
+        has_sign = found.dtype.kind == "f"
+        self._last[address] = value.shape, layout, value.dtype, has_sign, ordinal, found
         return found
 
 
