@@ -31,7 +31,10 @@ struct Fp8Transposer {
 #pragma unroll 1
     while (true) {
       mbarrier_wait(shared_address(&r.value_full[v.slot]), v.parity);
-      const int from = r.from[v.slot], until = r.until[v.slot];
+      // Read by the lane that gives the buffer back. __syncwarp() would order the others, but is
+      // no instruction in a converged warp: compute-sanitizer does not see it.
+      const int from = __shfl_sync(0xffffffffu, lane == 0 ? r.from[v.slot] : 0, 0);
+      const int until = __shfl_sync(0xffffffffu, lane == 0 ? r.until[v.slot] : 0, 0);
       if (from == kStop) return;
       const u32 source = shared.values(v.slot), to = shared.operand(turned.slot);
       if (from > 0 || until < kKeys) {

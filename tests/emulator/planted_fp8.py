@@ -46,6 +46,20 @@ PLANTED_FP8 = [
         _TILES,
     ),
     Planted(
+        "fp8: transposed values are there when one lane's are",
+        KERNEL,
+        r"      fence_async_proxy\(\);\n      __syncwarp\(\);\n",
+        "      fence_async_proxy();\n",
+        _TILES,
+    ),
+    Planted(
+        "fp8: rows of values are read after these are given back",
+        KERNEL,
+        r"(mbarrier_arrive\(shared_address\(&r\.value_empty\[v\.slot\]\)\);)",
+        r"\1\n        if (r.until[v.slot] < -(1 << 30)) return;",
+        _TILES,
+    ),
+    Planted(
         "fp8: rows of nobody are not cleared",
         KERNEL,
         r"if \(from > 0 \|\| until < kKeys\)",
