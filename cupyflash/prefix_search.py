@@ -65,6 +65,8 @@ def find_prefix_tree(
     ValueError
         Arrays that do not fit each other, more levels than there are, more requests than a schedule
         takes.
+    NotImplementedError
+        On a GPU that is not of compute capability 9.0.
     """
     names = ("block_table", "seqused_k", "cu_seqlens_q", "out")
     (table, lengths, starts, out), on_host = place(
@@ -84,6 +86,12 @@ def find_prefix_tree(
         groups = shared_groups(table, computed, block_size, levels=levels, null_block=null_block)
         return prefix_tree(groups, batch, levels=levels, out=out)
     device, given = device_for(table), stream_handle(stream)
+    major, minor = device.info.capability
+    if (major, minor) != (9, 0):
+        raise NotImplementedError(
+            f"prefixes are searched on GPUs of compute capability 9.0; this one is {major}.{minor}: "
+            "pass NumPy arrays, or name the groups to prefix_tree()"
+        )
     queue = device.current_stream() if given is None else given
     size = (2 * levels + 1) * batch
     if out is None:

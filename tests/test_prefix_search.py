@@ -52,6 +52,14 @@ def test_groups_of_a_table_on_a_gpu_are_not_read():
         shared_groups([[1, 2]], [16], 16)
 
 
+def test_a_gpu_without_clusters_is_refused_before_a_launch():
+    with emulated("sm_80") as device:
+        table, lengths = device_array((2, 3), np.int32, 0), device_array(2, np.int32, 40)
+        with pytest.raises(NotImplementedError, match=r"9\.0; this one is 8\.0: pass NumPy arrays"):
+            find_prefix_tree(table, lengths, 16)
+        assert not device.kernels
+
+
 @st.composite
 def tables(draw):
     """Rows that begin alike, the queries and lengths of their requests, and poison behind."""
