@@ -4,7 +4,7 @@
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
 #include "core/prefill_params.cuh"
-#include "mainloop/fwd_sm90.cuh"
+#include "mainloop/fwd_sm90_early.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 static_assert(sizeof(PrefillParams) == PrefillVariant::kParamsBytes,
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(PrefillShared<PrefillVariant>::kThr
     }
   } else {
     take_registers<PrefillVariant::kComputeRegisters>();
-    PrefillCompute<PrefillVariant> compute(p, x, shared, warpgroup - 1);
+    PrefillComputing<PrefillVariant>::Type compute(p, x, shared, warpgroup - 1);
     if (PrefillVariant::kTurns && warpgroup == kGroups) named_barrier_arrive(1, 256);
     compute.run();
   }

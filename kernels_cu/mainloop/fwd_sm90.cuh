@@ -236,28 +236,31 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     while (true) {
       const PrefillTile &t = wait_tile();
       if (t.item < 0) return;
-      c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
-      for (int n = t.n_end - 1; n >= t.n_begin; --n) {
-        const Operands from = operands();
-        wait_keys();
-        wgmma_fence();
-        issue_scores(from);
-        wgmma_wait<0>();
-        have_scores();
-        this->modify(t, n);
-        this->mask(t, n);
-        float factor[2];
-        if (this->template fold_exact<false>(Rows::kHeadroom, factor)) this->rescale(factor);
-        this->pack_weights();
-        wait_values();
-        wgmma_fence();
-        issue_output(from, n < t.n_end - 1);
-        wgmma_wait<0>();
-        have_output();
-      }
+      attend_again(t);
       const int slot = next_queries();
       store(t, slot, c, sum);
       leave_queries(slot);
+    }
+  }
+  __device__ __forceinline__ void attend_again(const PrefillTile &t) {
+    c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
+    for (int n = t.n_end - 1; n >= t.n_begin; --n) {
+      const Operands from = operands();
+      wait_keys();
+      wgmma_fence();
+      issue_scores(from);
+      wgmma_wait<0>();
+      have_scores();
+      this->modify(t, n);
+      this->mask(t, n);
+      float factor[2];
+      if (this->template fold_exact<false>(Rows::kHeadroom, factor)) this->rescale(factor);
+      this->pack_weights();
+      wait_values();
+      wgmma_fence();
+      issue_output(from, n < t.n_end - 1);
+      wgmma_wait<0>();
+      have_output();
     }
   }
 
@@ -287,7 +290,8 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
       if (t.slot < 0) {
         row += sum_pairs<kType>(to.template store_columns<kType, kDv>(inside, norm[h], h, o));
       } else if (inside) {
-        row += to.template store_partial<kDv>({result[h].lse, norm[h]}, h, o);
+        float *const at = to.begin_partial({result[h].lse, norm[h]});
+        row += to.template store_partial<kDv>(at, norm[h], h, o);
       }
       if (inside) test += row;
     }

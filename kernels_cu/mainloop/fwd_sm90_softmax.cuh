@@ -74,18 +74,23 @@ struct PrefillRows : TileRows<V::kKeys> {
 
   // ---- softmax
 
+  // Of row h.
+  __device__ __forceinline__ float largest(int h) const {
+    float top = s[2 * h];
+#pragma unroll
+    for (int j = 0; j < kKeys / 8; ++j) {
+      top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+    }
+    return quad_max(top);
+  }
+
   // Scores become weights. kFirst: of a tile. Returns whether O is to be rescaled by `factor`.
   template <bool kFirst>
   __device__ __forceinline__ bool fold_exact(float headroom, float (&factor)[2]) {
     bool grown = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float top = s[2 * h];
-#pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
-        top = fmaxf(top, fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
-      }
-      const float wanted = quad_max(top) * scale + headroom;
+      const float wanted = largest(h) * scale + headroom;
       const float before = kFirst ? -infinity() : c[h];
       // Without a key so far both are -inf and the comparison does not hold.
       const bool grows = wanted - before > kSlack;
@@ -131,17 +136,20 @@ struct PrefillRows : TileRows<V::kKeys> {
     }
   }
 
+  // Of row h, eight keys from 8j on; returns what `total` comes to.
+  __device__ __forceinline__ float exponentiate(int h, int j, float shift, float total) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      float &at = s[4 * j + 2 * h + e];
+      at = exp2_approx(V::kScoreMod ? at - shift : fmaf(at, scale, -shift));
+      total += at;
+    }
+    return total;
+  }
   __device__ __forceinline__ float exponentiate(int h, float shift) {
     float total = 0.f;
 #pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float &at = s[4 * j + 2 * h + e];
-        at = exp2_approx(V::kScoreMod ? at - shift : fmaf(at, scale, -shift));
-        total += at;
-      }
-    }
+    for (int j = 0; j < kKeys / 8; ++j) total = exponentiate(h, j, shift, total);
     return total;
   }
 

@@ -14,9 +14,15 @@ struct OutputRow {
   int quarter;  // this lane
 
   // With the sink, which partial results go without. Returns the factor that O is due, and stores
-  // the LSE.
+  // the LSE; that of a partial result with kPartial only.
+  template <bool kPartial = false>
   __device__ __forceinline__ float finish(RowResult result) const {
-    if (t.slot >= 0) return result.norm;
+    if (t.slot >= 0) {
+      if constexpr (kPartial) {
+        if (token < t.q_len && quarter == 0) p.partial_lse[partial_row()] = result.lse;
+      }
+      return result.norm;
+    }
     if (p.sink) {
       const float sink = load_sink(p, head);
       StateSum state(fmaxf(result.lse, sink));
@@ -36,10 +42,14 @@ struct OutputRow {
     return p.out + at * p.out_token_stride + head * p.out_head_stride;
   }
 
+  __device__ __forceinline__ i64 partial_row() const {
+    const i64 at = static_cast<i64>(t.slot) * p.total_q + t.q_begin + token;
+    return at * p.heads_q + head;
+  }
+
   // The partial result's row, and its LSE stored.
   __device__ __forceinline__ float *begin_partial(RowResult result) const {
-    const i64 at = static_cast<i64>(t.slot) * p.total_q + t.q_begin + token;
-    const i64 row = at * p.heads_q + head;
+    const i64 row = partial_row();
     if (quarter == 0) p.partial_lse[row] = result.lse;
     return p.partial_out + row * p.head_dim_v;
   }
@@ -47,14 +57,13 @@ struct OutputRow {
   // `half` 1 is the row 8 after in the accumulators, which hold columns 8j + 2 quarter + {0, 1}.
   // Returns 0, or NaN where anything is not finite.
   template <int kDv>
-  __device__ __forceinline__ float store_partial(RowResult result, int half,
+  __device__ __forceinline__ float store_partial(float *to, float norm, int half,
                                                 const float (&o)[kDv / 2]) const {
-    float *const to = begin_partial(result);
     float test = 0.f;
 #pragma unroll
     for (int j = 0; j < kDv / 8; ++j) {
       const int column = 8 * j + 2 * quarter;
-      const float x = o[4 * j + 2 * half] * result.norm, y = o[4 * j + 2 * half + 1] * result.norm;
+      const float x = o[4 * j + 2 * half] * norm, y = o[4 * j + 2 * half + 1] * norm;
       test = fmaf(x, 0.f, fmaf(y, 0.f, test));
       if (column < p.head_dim_v) *reinterpret_cast<float2 *>(to + column) = make_float2(x, y);
     }
@@ -93,16 +102,20 @@ __device__ __forceinline__ float sum_pairs(u32 pair) {
 }
 
 // 16 rows of a warp, normalised, to shared memory as TMA stores take them: panels of 128 bytes a
-// row with the swizzle of 128 bytes, `panel` bytes apart. Returns 0, or NaN where anything is not
-// finite.
+// row with the swizzle of 128 bytes, `panel` bytes apart.
 template <ScalarType kType, int kDv>
-__device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const float (&norm)[2],
-                                            const float (&o)[kDv / 2]) {
-  const int matrix = lane / 8, row = lane % 8;
-  const u32 to = rows + (matrix % 2 * 8 + row) * 128 + (matrix / 2 ^ row) * 16;
+struct StagedRows {
+  u32 to;
+  int panel;
   u32 test[4] = {};
-#pragma unroll
-  for (int j = 0; j < kDv / 16; ++j) {
+
+  __device__ __forceinline__ StagedRows(u32 rows, int panel, int lane) : panel(panel) {
+    const int matrix = lane / 8, row = lane % 8;
+    to = rows + (matrix % 2 * 8 + row) * 128 + (matrix / 2 ^ row) * 16;
+  }
+
+  // Columns 16j on.
+  __device__ __forceinline__ void put(int j, const float (&norm)[2], const float (&o)[kDv / 2]) {
     u32 word[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -112,6 +125,20 @@ __device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const
     }
     stmatrix4((to ^ j % 4 * 32) + j / 4 * panel, word);
   }
-  return sum_pairs<kType>(test[0]) + sum_pairs<kType>(test[1]) + sum_pairs<kType>(test[2]) +
-         sum_pairs<kType>(test[3]);
+
+  // 0, or NaN where anything is not finite.
+  __device__ __forceinline__ float sum() const {
+    return sum_pairs<kType>(test[0]) + sum_pairs<kType>(test[1]) + sum_pairs<kType>(test[2]) +
+           sum_pairs<kType>(test[3]);
+  }
+};
+
+// All of them. Returns 0, or NaN where anything is not finite.
+template <ScalarType kType, int kDv>
+__device__ __forceinline__ float stage_rows(u32 rows, int panel, int lane, const float (&norm)[2],
+                                            const float (&o)[kDv / 2]) {
+  StagedRows<kType, kDv> staged(rows, panel, lane);
+#pragma unroll
+  for (int j = 0; j < kDv / 16; ++j) staged.put(j, norm, o);
+  return staged.sum();
 }

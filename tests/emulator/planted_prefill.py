@@ -15,6 +15,7 @@ _AGAIN = Case(lengths=((1, 0), (1, 0), (17, 255)), num_heads_kv=2, group_size=8,
               kv_type="bf16", head_dim=64, head_dim_v=128, pattern="spiky", seed=2556)  # fmt: skip
 _ONE_BUFFER = _TILES.replace(head_dim=256)
 _MANY = _TILES.replace(lengths=((140, 60),) * 8, group_size=1, head_dim=128)
+_EARLY = _TILES.replace(head_dim=128)
 _WINDOW = _TILES.replace(window_size=(90, 0), causal=False)
 
 PLANTED_PREFILL = [
@@ -133,5 +134,26 @@ PLANTED_PREFILL = [
         r"min\(end & 7, 2\)",
         "(end & 6 ? 2 : 0)",
         _TILES,
+    ),
+    Planted(
+        "concluded early: results without a proxy fence",
+        PREFILL,
+        r"fence_async_proxy\(\);(\s+return last)",
+        r"\1",
+        _EARLY,
+    ),
+    Planted(
+        "concluded early: results without what they are due",
+        PREFILL,
+        r"last\.norm\[h\] = to",
+        "last.norm[h] = 1.f + 0.f * to",
+        _EARLY,
+    ),
+    Planted(
+        "concluded early: the sums of the next tile",
+        PREFILL,
+        r"finish_tile\(t, slot, last\);",
+        "last = conclude(t, slot); finish_tile(t, slot, last);",
+        _EARLY,
     ),
 ]
