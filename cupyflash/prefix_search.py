@@ -89,7 +89,7 @@ def find_prefix_tree(
     major, minor = device.info.capability
     if (major, minor) != (9, 0):
         raise NotImplementedError(
-            f"prefixes are searched on GPUs of compute capability 9.0; this one is {major}.{minor}: "
+            f"prefixes are searched on GPUs of capability 9.0; this one is {major}.{minor}: "
             "pass NumPy arrays, or name the groups to prefix_tree()"
         )
     queue = device.current_stream() if given is None else given
