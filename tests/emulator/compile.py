@@ -39,15 +39,17 @@ def compile_ptx(
         return cached.read_text(), dict(pairs)
     contents = [h.encode() for h in headers.values()]
     program = nvrtc.createProgram(source, name, contents, [h.encode() for h in headers])
-    for e in expressions:
-        nvrtc.addNameExpression(program, e)
     try:
+        for e in expressions:
+            nvrtc.addNameExpression(program, e)
         nvrtc.compileProgram(program, options)
+        ptx = nvrtc.getPTX(program).decode().rstrip("\0")
+        names = {e: nvrtc.getLoweredName(program, e) for e in expressions}
     except nvrtc.NVRTCError as e:
         log = nvrtc.getProgramLog(program)
         raise RuntimeError(f"NVRTC {' '.join(options)}:\n{log}") from e
-    ptx = nvrtc.getPTX(program).decode().rstrip("\0")
-    names = {e: nvrtc.getLoweredName(program, e) for e in expressions}
+    finally:
+        nvrtc.destroyProgram(program)
     lines = "".join(f"{a}\t{b}\n" for a, b in names.items())
     for path, data in ((symbols, lines), (cached, ptx)):
         partial = path.with_suffix(f".{os.getpid()}")

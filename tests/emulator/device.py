@@ -209,8 +209,14 @@ def emulated(
     Programs are kept between uses of one architecture.
     """
     from cupyflash.runtime.device import use_device
+    from cupyflash.runtime.workspace import _scratch
 
     device = EmulatedDevice(arch, num_sms, seed, **options)
     device.kernels = _shared.setdefault(arch, {})
-    with use_device(device):
-        yield device
+    try:
+        with use_device(device):
+            yield device
+    finally:  # what the library keeps for a device it has seen: 3 MB of each, for ever
+        for key in list(_scratch):
+            if key[0] is device:
+                _scratch.pop(key, None)
