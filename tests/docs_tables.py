@@ -1,14 +1,11 @@
 """Parts of docs/ and README.md that are made from the code and from recorded runs.
 
-python tests/docs_tables.py             writes them; tests/test_docs.py compares
-python tests/docs_tables.py RUN         first names docs/results/RUN{.md,-bench.json} as the record
+python tests/docs_tables.py     writes them; tests/test_docs.py compares
 """
 
 from __future__ import annotations
 
 import json
-import re
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +18,8 @@ from cupyflash.support import SUPPORT, Row
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+RUNS = ("2026-11-30-h200-ecaabc8a", "2026-11-30-h200-4d7cfb23")
+"""Of docs/results/, each with a page and a benchmark; of a case the last that has it counts."""
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 
@@ -80,22 +79,30 @@ def variants() -> str:
 
 
 def record() -> str:
-    """The run that docs/performance.md names."""
-    page = (DOCS / "performance.md").read_text()
-    (name,) = set(re.findall(r"\(results/([\w.-]+)-bench\.json\)", page))
-    return name
+    links = ", ".join(
+        f"[{run}](results/{run}-bench.json) ([what else was run](results/{run}.md))" for run in RUNS
+    )
+    return f"Made from {links}; of a case the last run that has it."
 
 
-def recorded() -> dict[str, Any]:
-    return json.loads((DOCS / f"results/{record()}-bench.json").read_text())
+def recorded() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Run and row of each case."""
+    return {row["case"]: (run, row) for run in RUNS for row in result(run)["rows"]}
+
+
+def result(run: str) -> dict[str, Any]:
+    return json.loads((DOCS / f"results/{run}-bench.json").read_text())
 
 
 def performance() -> str:
-    """Every case of the record."""
-    run = recorded()
-    header = ", ".join(f"{key} {value}" for key, value in run["header"].items() if key != "roofs")
-    rows = [cells({"skipped": {}, **row}) for row in run["rows"]]
-    return f"{header}\n\n{table(columns(), rows)}"
+    """Every case."""
+    found = recorded().values()
+    headers = []
+    for run in RUNS:
+        about = ", ".join(f"{k} {v}" for k, v in result(run)["header"].items() if k != "roofs")
+        headers.append(f"{sum(of == run for of, _ in found)} cases: {about}")
+    rows = [cells({"skipped": {}, **row}) for _, row in found]
+    return "\n\n".join((*headers, table(columns(), rows)))
 
 
 KINDS = {
@@ -111,7 +118,7 @@ KINDS = {
 def ratios(case: str | tuple[str, ...]) -> dict[str, float]:
     """The fastest peer's time over ours, by case."""
     found = {}
-    for row in recorded()["rows"]:
+    for _, row in recorded().values():
         times = dict(row["us"])
         ours = times.pop("cupyflash", None)
         if ours and times and row["case"].startswith(case):
@@ -136,7 +143,12 @@ def behind() -> str:
 
 SECTIONS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/support.md": {"support": support, "variants": variants},
-    "docs/performance.md": {"means": means, "performance": performance, "behind": behind},
+    "docs/performance.md": {
+        "record": record,
+        "means": means,
+        "performance": performance,
+        "behind": behind,
+    },
     "README.md": {"means": means},
 }
 
@@ -150,16 +162,7 @@ def filled(page: str, text: str) -> str:
     return text
 
 
-def name_record(run: str) -> None:
-    """Point docs/performance.md at another run."""
-    assert (DOCS / f"results/{run}.md").is_file()
-    path = DOCS / "performance.md"
-    path.write_text(path.read_text().replace(record(), run))
-
-
 if __name__ == "__main__":
-    if sys.argv[1:]:
-        name_record(sys.argv[1])
     for page in SECTIONS:
         path = ROOT / page
         path.write_text(filled(page, path.read_text()))
