@@ -1,6 +1,7 @@
 """The benchmark: cases, floors and roofs, timing, and peers where they are installed."""
 
-from .cases import BenchCase, bench_cases
+from .case import BenchCase
+from .cases import bench_cases
 from .record import cells, columns, header, table, write_csv, write_json
 from .roofs import H200, Roofs, floor_seconds
 from .run import run_bench

@@ -9,7 +9,7 @@ import numpy as np
 
 from cupyflash.runtime.dry_device import reserved
 
-from .cases import BenchCase
+from .case import BenchCase
 
 __all__ = ["BenchInputs", "DryInputs"]
 

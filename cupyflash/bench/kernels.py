@@ -9,7 +9,7 @@ from cupyflash.runtime.dry_device import DryDevice
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.workspace import free_workspaces
 
-from .cases import BenchCase
+from .case import BenchCase
 from .inputs import DryInputs
 from .providers import cupyflash
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import BenchCase
+from .case import BenchCase
 from .cudnn_fp8 import cudnn_fp8
 from .inputs import BenchInputs
 from .providers import NoKernelError

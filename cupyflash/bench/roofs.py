@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cupyflash.runtime.roofs import H200, Roofs, roofs_of
 
-from .cases import BenchCase
+from .case import BenchCase
 from .timing import seconds_of
 
 __all__ = ["H200", "Roofs", "floor_seconds", "measure_roofs", "roofs_here"]

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from .cases import BenchCase, bench_cases
+from .case import BenchCase
+from .cases import bench_cases
 from .inputs import BenchInputs
 from .peers import PEERS, prepare_peer
 from .providers import NoKernelError, cupyflash

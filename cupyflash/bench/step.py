@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .cases import STEP_FEATURES
+from .case import STEP_FEATURES
 from .inputs import BenchInputs
 
 __all__ = ["step"]
