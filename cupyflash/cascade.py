@@ -143,11 +143,8 @@ def cascade_attention(
     if isinstance(prefix_scheduler_metadata, PrefixSchedule):
         schedule, prefix_scheduler_metadata = prefix_scheduler_metadata, None
     sides = window(None if sliding_window is None else tuple(sliding_window), False)
-    names = ("q_descale", "k_descale", "v_descale")
-    scales = {
-        n: scale_argument(n, s, stream)
-        for n, s in zip(names, (q_descale, k_descale, v_descale), strict=True)
-    }
+    scales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    scales = {name: scale_argument(name, scale, stream) for name, scale in scales.items()}
     common: dict[str, Any] = {
         "q": query,
         "k": key_cache,
