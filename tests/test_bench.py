@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cupyflash.bench import H200, bench_cases, floor_seconds
+from cupyflash.bench.flashinfer import cascade_levels
 from cupyflash.bench.inputs import _block_table
 
 FLOORS_US = {
@@ -55,6 +56,20 @@ def test_shared_pages_are_shared_and_no_others(case):
     tokens, sharers = case.prefix_levels[0]
     first = table[:, : tokens // case.page_size].reshape(-1, sharers, tokens // case.page_size)
     assert (first == first[:, :1]).all()
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda c: c.name)
+def test_levels_for_flashinfer_hold_every_key_once_a_request(case):
+    table, _ = _block_table(case, case.page_size, np.random.default_rng(0))
+    pages = [[] for _ in case.q_lens]
+    for queries, rows, lengths in cascade_levels(case, table):
+        assert sum(queries) == case.total_q
+        sharers = len(pages) // len(rows)
+        for i, row in enumerate(rows):
+            for request in pages[i * sharers : (i + 1) * sharers]:
+                request += list(row[: -(-lengths[i] // case.page_size)])
+    for request, row, length in zip(pages, table, case.k_lens, strict=True):
+        assert request == list(row[: -(-length // case.page_size)])
 
 
 def test_groups_of_levels():

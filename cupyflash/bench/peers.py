@@ -16,6 +16,7 @@ from typing import Any
 
 from .case import BenchCase
 from .cudnn_fp8 import cudnn_fp8
+from .flashinfer import flashinfer
 from .inputs import BenchInputs
 from .providers import NoKernelError
 from .timing import Prepared, calls_a_replay
@@ -252,4 +253,5 @@ PEERS: dict[str, Callable[[BenchInputs, Path | None], Callable[[], Any]]] = {
     "cudnn": cudnn,
     "fa2": fa2,
     "flashmla": flashmla,
+    "flashinfer": lambda inputs, folder: flashinfer(inputs, _torch()),
 }
