@@ -46,6 +46,7 @@ class PrefixSchedule:
 def _needs(problem: AttentionProblem, plan: SharedPlan, sharing: Sharing) -> tuple[Any, ...]:
     return (
         plan.sizes,
+        plan.tile.keys,
         plan.tile_rows,
         plan.row_block,
         plan.row_blocks,
@@ -92,6 +93,7 @@ def get_prefix_schedule(
     num_heads_q, num_heads_kv, headdim : int
     suffix_kv_lens : array [batch], int32
     qkv_dtype : str or dtype
+        Of the cache.
     cu_seqlens_q : array [batch + 1], int32
     page_size : int
     headdim_v : int, optional

@@ -9,6 +9,7 @@
 #include "block/shared_schedule.cuh"
 #include "mainloop/shared_own_sm90.cuh"
 #include "mainloop/shared_tile_sm90.cuh"
+#include "mainloop/shared_widen_sm90.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 static_assert(SharedVariant::kParamsBytes == sizeof(DecodeParams),
@@ -25,7 +26,7 @@ using Scratch = ScheduleScratch<kThreads>;
 // In front of the rings of own keys and behind the first block of shared ones, which are filled
 // while rows of the schedule are written.
 constexpr int kScratch = (Places::kRings - sizeof(Scratch)) / 16 * 16;
-static_assert(kScratch >= Places::kKeys + Places::kStageBytes, "");
+static_assert(kScratch >= Places::kLoads + Places::kLoadBytes, "");
 
 // What the schedule is made of should be near when it is.
 __device__ __forceinline__ void fetch_lengths(const AttentionParams &p, const SharedParams &s) {
@@ -79,9 +80,15 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
   const bool inside = V::kInside && !s.ahead;  // else the code of the schedule is not even there
   if (threadIdx.x == 0) {
     for (int i = 0; i < V::kStages; ++i) {
-      mbarrier_init(base + S::kKeyFull + 8 * i, 1), mbarrier_init(base + S::kValueFull + 8 * i, 1);
+      constexpr int kFillers = V::kWiden ? kWidenWarps : 1;
+      mbarrier_init(base + S::kKeyFull + 8 * i, kFillers);
+      mbarrier_init(base + S::kValueFull + 8 * i, kFillers);
       mbarrier_init(base + S::kKeyEmpty + 8 * i, 8);
       mbarrier_init(base + S::kValueEmpty + 8 * i, 8);
+    }
+    for (int i = 0; i < 2 * V::kRawStages && V::kWiden; ++i) {
+      mbarrier_init(base + S::kRawFull + 8 * i, 1);
+      mbarrier_init(base + S::kRawEmpty + 8 * i, kWidenWarps);
     }
     for (int i = 0; i < kOwnWarps * V::kOwnStages; ++i) {
       mbarrier_init(base + S::kOwnFull + 8 * i, 1);
@@ -130,8 +137,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     return found;
   };
   if (role == 1) {
-    give_registers<24>();
-    if (threadIdx.x / 32 == 4) SharedLoads<V>{p, d, s, &shared_k, &shared_v, again()}.run(starts);
+    give_registers<V::kLoadRegisters>();
+    if (threadIdx.x / 32 == 4) {
+      SharedLoads<V>{p, d, s, &shared_k, &shared_v, again()}.run(starts);
+    } else if constexpr (V::kWiden) {
+      SharedWidening<V>{again()}.run(starts);
+    }
   } else if (role == 0) {
     take_registers<V::kOwnRegisters>();
     OwnKeys<V> keys(p, d, s, &own_k, &own_v, starts.own[threadIdx.x / 32], again());

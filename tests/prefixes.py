@@ -15,6 +15,7 @@ __all__ = [
     "SHARED",
     "cascade",
     "check_nodes",
+    "fp8_cases",
     "make_shared",
     "once",
     "schedule_of",
@@ -132,6 +133,15 @@ def shared_cases(draw, most_requests=10):
     limits = [kv - (q - 1) if q else 0 for q, kv in zip(case.q_lens, case.kv_lens, strict=True)]
     groups = draw(_groups(range(len(lengths)), 0, limits, case.page_size, 3))
     return case, groups
+
+
+@st.composite
+def fp8_cases(draw, most_requests=10):
+    """The same with an 8-bit cache."""
+    case, groups = draw(shared_cases(most_requests))
+    q_type = draw(st.sampled_from(["bf16", "fp16", "bf16", "e4m3", "e5m2"]))
+    kv_type = draw(st.sampled_from(["e4m3", "e4m3", "e5m2"]))
+    return case.replace(q_type=q_type, kv_type=kv_type, descale=draw(st.booleans())), groups
 
 
 def make_shared(case, groups, xp=np):

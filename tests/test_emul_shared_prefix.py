@@ -110,7 +110,7 @@ def test_same_bits_whatever_the_order():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"page_size": 8}, {"kv_type": "e4m3"}, {"head_dim": 192}, {"layout": "odd"},
+        {"page_size": 8}, {"kv_type": "e4m3", "head_dim": 72}, {"head_dim": 192}, {"layout": "odd"},
         {"lengths": ((17, 200), (1, 150), (1, 170), (1, 90))},
     ],
 )  # fmt: skip

@@ -152,6 +152,15 @@ def _shared() -> list[BenchCase]:
     found += [replace(case, name=f"{case.name}/inside", scheduled=False) for case in plain]
     for step in ("step", "hidden"):
         found += [replace(case, name=f"{case.name}/{step}", step=step) for case in plain]
+    found += [
+        replace(
+            case,
+            name=case.name.replace("prefix/", "prefix/fp8kv/"),
+            q_type="e4m3",
+            kv_type="e4m3",
+        )
+        for case in plain
+    ]
     found.append(BenchCase("shared-prefix/b64/p0+s256", q_lens=(1,) * 64, k_lens=(256,) * 64))
     return found
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .case import BenchCase
 from .inputs import BenchInputs
 from .step import step
 
@@ -61,18 +62,21 @@ def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
     def schedule_on(stream: Any = None, out: Any = None) -> Any:
         return cf.get_prefix_schedule(
             inputs.batch, case.total_q, inputs.max_seqlen_q, inputs.max_seqlen_k, case.num_heads_q,
-            case.num_heads_kv, case.head_dim, inputs.seqused_k, "bfloat16", inputs.cu_seqlens_q,
-            case.page_size, prefix_tree=tree, out=out, stream=stream,
+            case.num_heads_kv, case.head_dim, inputs.seqused_k, _cache_type(case),
+            inputs.cu_seqlens_q, case.page_size, prefix_tree=tree, out=out, stream=stream,
         )  # fmt: skip
 
     schedule = schedule_on() if case.scheduled else None
     memory = None if schedule is None else schedule.buffer
+
+    scales = _descales(inputs)
 
     def attend() -> None:
         cf.cascade_attention(
             inputs.out, inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q, inputs.max_seqlen_q,
             None, None, inputs.seqused_k, inputs.max_seqlen_k, inputs.softmax_scale, None,
             case.window, case.softcap, inputs.block_table, 0, 0, None, schedule, prefix_tree=tree,
+            **scales,
         )  # fmt: skip
 
     def find_and_deal(side: Any) -> None:
@@ -85,6 +89,18 @@ def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
     if case.step:
         return step(inputs, cf, attend, find_and_deal if case.step == "hidden" else None)
     return attend
+
+
+def _descales(inputs: BenchInputs) -> dict[str, Any]:
+    """What an 8-bit case is called with besides."""
+    case = inputs.case
+    one = inputs.xp.ones((inputs.batch, case.num_heads_kv), "float32")
+    kinds = {"q_descale": case.q_type, "k_descale": case.kv_type, "v_descale": case.kv_type}
+    return {name: one for name, kind in kinds.items() if kind == "e4m3"}
+
+
+def _cache_type(case: BenchCase) -> str:
+    return "float8_e4m3" if case.kv_type == "e4m3" else "bfloat16"
 
 
 def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
@@ -100,13 +116,7 @@ def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
         options |= {"block_table": inputs.block_table, "seqused_k": inputs.seqused_k}
     else:
         options["cu_seqlens_k"] = inputs.cu_seqlens_k
-    kv_type = "bfloat16"
-    if case.kv_type == "e4m3":
-        one = inputs.xp.ones((inputs.batch, case.num_heads_kv), "float32")
-        options |= {"k_descale": one, "v_descale": one}
-        kv_type = "float8_e4m3"
-        if case.q_type == "e4m3":
-            options["q_descale"] = one
+    options |= _descales(inputs)
     options["scheduler_metadata"] = cf.get_scheduler_metadata(
         inputs.batch,
         inputs.max_seqlen_q,
@@ -115,7 +125,7 @@ def _attention(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
         case.num_heads_kv,
         case.head_dim,
         inputs.seqused_k,
-        kv_type,
+        _cache_type(case),
         headdim_v=case.head_dim_v,
         cu_seqlens_q=inputs.cu_seqlens_q,
         page_size=case.page_size,

@@ -21,7 +21,7 @@ from .work import Work, queue_work
 
 __all__ = ["Sharing", "attend_shared", "schedule_shared"]
 
-_OWN_BOX, _WIDTH = 16, 64  # keys of a box; elements of 128 bytes
+_OWN_BOX = 16  # keys
 _LOG2E = 1.4426950408889634
 _SMALLEST_SCALE = 1e-30  # it meets -inf
 
@@ -53,8 +53,8 @@ class _Placement:
 
     def __init__(self, layout: Layout, plan: SharedPlan) -> None:
         problem, arrays = layout.problem, AttentionArrays(*layout.specs)
-        panels = plan.tile.head_dim // _WIDTH
-        whole = problem.head_dim == problem.head_dim_v == plan.tile.head_dim
+        panels, head_dim = plan.tile.panels, plan.tile.head_dim
+        whole = problem.head_dim == problem.head_dim_v == head_dim and plan.tile.whole_panels
         self.key_maps = KeyMaps(
             tuple(
                 key_map(spec, panels, keys, split)
@@ -199,7 +199,9 @@ def _pack(
     counters: Any = None,
 ) -> bytes:
     values: dict[str, Any] = dict.fromkeys(SHARED_PARAMS.names, 0)
-    scale, cap = max(abs(problem.softmax_scale), _SMALLEST_SCALE), problem.softcap
+    # Of 8-bit caches rows have scales of their own, with descales, which come first.
+    scale = 1.0 if problem.kv_type.is_fp8 else max(abs(problem.softmax_scale), _SMALLEST_SCALE)
+    cap = problem.softcap
     at = device.pointer(block)
     for name, nbytes in plan.sizes:
         values[name] = at

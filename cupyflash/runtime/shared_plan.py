@@ -7,6 +7,7 @@ from functools import lru_cache
 from math import gcd
 
 from .device import DeviceInfo
+from .dtypes import FP16
 from .plan import Plan
 from .prefix_search import search_variant
 from .problem import AttentionProblem
@@ -99,8 +100,6 @@ def shared_refusal(problem: AttentionProblem, info: DeviceInfo, levels: int = 1)
 def _operands_refusal(problem: AttentionProblem) -> str:
     widest = max(problem.head_dim, problem.head_dim_v)
     rows = _tokens(problem) * problem.group_size
-    if problem.kv_type.is_fp8 or problem.q_type.is_fp8:
-        return "8-bit operands: shared keys are multiplied in 16 bits"
     if problem.has_q_v:
         return "latent attention has kernels of its own"
     if widest > 128:
@@ -143,6 +142,7 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
     rows = tokens * problem.group_size
     ctas = info.num_sms
     tile = SharedTile(
+        FP16 if problem.kv_type.is_fp8 else problem.kv_type,
         problem.kv_type,
         head_dim,
         8 if min(rows, _BLOCK_ROWS[head_dim]) <= 8 else 16,

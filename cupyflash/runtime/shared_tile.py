@@ -8,7 +8,7 @@ from itertools import product
 
 from .attention_params import ATTENTION_PARAMS
 from .decode_tile import DECODE_PARAMS
-from .dtypes import BF16, FP16, ScalarType
+from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
 from .params import ParamsLayout
 from .variant import Variant
 
@@ -21,6 +21,7 @@ __all__ = [
     "START_BYTES",
     "SharedTile",
     "schedule_shared_variant",
+    "shared_fp8_variants",
     "shared_variants",
 ]
 
@@ -61,7 +62,10 @@ _ARCH = "sm_90a"
 _BUCKETS = {64: (8, 16), 128: (8,)}  # head sizes, and rows of a request as far as registers reach
 _SHARE_KEYS, _OWN_WARPS = 64, 4
 _OWN_STAGE_BYTES = 8192
-_REGISTERS = {8: (168, 152), 16: (152, 184)}  # of the two roles, by rows of a request
+# Of a thread that multiplies shared keys, that takes own ones, that loads: by rows of a request; of
+# 8-bit caches, where those that load widen too, by head size and rows.
+_REGISTERS = {8: (168, 152, 24), 16: (152, 184, 24)}
+_REGISTERS_FP8 = {(128, 8): (160, 152, 40), (64, 8): (152, 160, 48), (64, 16): (144, 176, 48)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +75,8 @@ class SharedTile:
     Attributes
     ----------
     compute : ScalarType
-        Of everything.
+        Of queries and of all products.
+    cache : ScalarType
     head_dim : int
         A bucket.
     rows : int
@@ -84,6 +89,7 @@ class SharedTile:
     """
 
     compute: ScalarType
+    cache: ScalarType
     head_dim: int
     rows: int
     parts: bool = False
@@ -91,32 +97,46 @@ class SharedTile:
     alibi: bool = False
 
     @property
-    def keys(self) -> int:
-        """Of a tile of own keys: 4 KiB a side."""
-        return 4096 // (2 * self.head_dim)
+    def panels(self) -> int:
+        """Of 128 bytes of a key."""
+        return -(-self.head_dim * self.cache.itemsize // 128)
 
     @property
-    def stages(self) -> tuple[int, int]:
-        """Blocks of shared keys in flight; tiles of own keys, a warp."""
-        return (4, 2) if self.head_dim == 128 else (5, 4)
+    def whole_panels(self) -> bool:
+        return self.head_dim * self.cache.itemsize % 128 == 0
+
+    @property
+    def keys(self) -> int:
+        """Of a tile of own keys: 4 KiB a side."""
+        return 32 // self.panels
+
+    @property
+    def stages(self) -> tuple[int, int, int]:
+        """Blocks of shared keys that are multiplied; tiles of own keys, a warp; 8-bit blocks."""
+        if self.cache.is_fp8:
+            return (2, 2, 4) if self.head_dim == 128 else (2, 4, 3)
+        return (4, 2, 0) if self.head_dim == 128 else (5, 4, 0)
 
     @property
     def smem_bytes(self) -> int:
-        shared, own = self.stages
+        shared, own, raw = self.stages
         queries = SHARE_ROWS * self.head_dim * 2
-        blocks = shared * 2 * _SHARE_KEYS * self.head_dim * 2
+        blocks = 2 * _SHARE_KEYS * (shared * self.head_dim * 2 + raw * 128)
         rings = _OWN_WARPS * own * _OWN_STAGE_BYTES
         barriers = -(-(4 * shared + _OWN_WARPS * own + 6) // 2) * 16
         starts = _OWN_WARPS * 64 + START_BYTES  # where warps start
-        return queries + blocks + rings + barriers + 16 + starts
+        widened = raw * 32 + SHARE_ROWS * 8 if raw else 0  # barriers, and scales of rows
+        return queries + blocks + rings + barriers + 16 + starts + widened
 
     @property
     def variant(self) -> Variant:
-        shared, own = self.stages
-        tile, single = _REGISTERS[self.rows]
+        shared, own, raw = self.stages
+        wide = _REGISTERS[self.rows]
+        tile, single, load = _REGISTERS_FP8[self.head_dim, self.rows] if raw else wide
+        name = self.cache.name if self.cache == self.compute else f"fp16_{self.cache.name}"
         return Variant(
             "attention_shared_sm90.cu",
-            f"attention_shared_sm90_{self.compute.name}_d{self.head_dim}_r{self.rows}"
+            f"attention_shared_sm90_{name}_d{self.head_dim}_r{self.rows}"
             f"{'_parts' * self.parts}{'_alibi' * self.alibi}{'_ahead' * (not self.inside)}",
             _ARCH,
             (
@@ -125,9 +145,12 @@ class SharedTile:
                 ("HEAD_DIM", self.head_dim),
                 ("KEY_STAGES", shared),
                 ("KEY_TILE", self.keys),
+                ("KV_TYPE", self.cache.code),
+                ("LOAD_REGISTERS", load),
                 ("OWN_REGISTERS", single),
                 ("OWN_STAGES", own),
                 ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("RAW_STAGES", raw),
                 ("SHARED_ALIBI", int(self.alibi)),
                 ("SHARED_INSIDE", int(self.inside)),
                 ("SHARED_MERGE_PARTS", int(self.parts)),
@@ -143,12 +166,22 @@ def shared_variants(arch: str) -> Iterator[Variant]:
     if arch != "sm_90":
         return
     for compute in (FP16, BF16):
-        for head_dim, rows in _BUCKETS.items():
-            for most in rows:
-                for parts, inside in product((False, True), repeat=2):
-                    yield SharedTile(compute, head_dim, most, parts, inside).variant
-                yield SharedTile(compute, head_dim, most, alibi=True).variant
+        yield from _variants(compute, compute)
     yield schedule_shared_variant()
+
+
+def shared_fp8_variants() -> Iterator[Variant]:
+    """Those of 8-bit caches: compiled when they are first needed, or by a warm-up."""
+    for cache in (E4M3, E5M2):
+        yield from _variants(FP16, cache)
+
+
+def _variants(compute: ScalarType, cache: ScalarType) -> Iterator[Variant]:
+    for head_dim, rows in _BUCKETS.items():
+        for most in rows:
+            for parts, inside in product((False, True), repeat=2):
+                yield SharedTile(compute, cache, head_dim, most, parts, inside).variant
+            yield SharedTile(compute, cache, head_dim, most, alibi=True).variant
 
 
 def schedule_shared_variant() -> Variant:

@@ -47,6 +47,19 @@ __device__ __forceinline__ void store_shared16(u32 to, const u32 (&word)[4]) {
                : "memory");
 }
 
+__device__ __forceinline__ u32 load_shared4(u32 from) {
+  u32 word;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(from) : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void load_shared16(u32 (&word)[4], u32 from) {
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(word[0]), "=r"(word[1]), "=r"(word[2]), "=r"(word[3])
+               : "r"(from)
+               : "memory");
+}
+
 // Four 8x8 matrices of 16 bits; lane 8i + j gives the address of row j of matrix i.
 __device__ __forceinline__ void ldmatrix4(u32 (&matrix)[4], u32 row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -91,11 +91,43 @@ struct PrefillVariant {
   static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr bool kTurns = TURNS;          // the warpgroups issue their products in turns
   static constexpr bool kScoreMod = SCORE_MOD;   // soft cap or ALiBi
+  static constexpr bool kWiden = false;          // an 8-bit cache
+  static constexpr int kFillers = 1;             // warps that fill a buffer of keys or values
+  static constexpr int kExtraThreads = 0;        // besides those that load and compute
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = PREFILL_NBYTES;
 };
 static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == kBf16, "");
 static_assert(TILE_ROWS % 64 == 0 && TILE_ROWS <= 256, "two to four computing warpgroups");
+#endif
+
+#ifdef WIDEN_NBYTES
+// Prefill on 9.0 with 16-bit queries over an 8-bit cache, which a warpgroup of its own widens.
+struct WidenVariant {
+  static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr ScalarType kCache = static_cast<ScalarType>(KV_TYPE);
+  static constexpr int kHeadDim = HEAD_DIM;  // buckets: at least the real ones
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kKeys = KEY_TILE;
+  static constexpr int kTileRows = TILE_ROWS;  // 64 a computing warpgroup
+  static constexpr int kQueryStages = QUERY_STAGES;
+  static constexpr int kStages = KEY_STAGES;
+  static constexpr int kRawStages = RAW_STAGES;  // of keys, and of values, as they are stored, ...
+  static constexpr int kRawRows = RAW_ROWS;      // ... each a part of a tile
+  static constexpr int kLoadRegisters = LOAD_REGISTERS;  // of a thread that loads
+  static constexpr int kWidenRegisters = WIDEN_REGISTERS;
+  static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
+  static constexpr bool kTurns = true;
+  static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
+  static constexpr bool kWiden = true;
+  static constexpr int kFillers = 2;
+  static constexpr int kExtraThreads = 128;
+  static constexpr int kSharedBytes = SMEM_NBYTES;
+  static constexpr int kParamsBytes = WIDEN_NBYTES;
+};
+static_assert(WidenVariant::kCompute == kFp16 || WidenVariant::kCompute == kBf16, "");
+static_assert(WidenVariant::kCache >= kE4m3, "");
+static_assert(KEY_TILE % RAW_ROWS == 0 && RAW_ROWS % 16 == 0, "two warps widen a part");
 #endif
 
 #ifdef FP8_PREFILL_NBYTES
@@ -148,15 +180,17 @@ struct SharedScheduleVariant {
 // Decoding with shared prefixes on 9.0: own keys a warp by itself, shared ones in tiles.
 struct SharedVariant {
   static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
-  static constexpr ScalarType kCache = kCompute;
+  static constexpr ScalarType kCache = static_cast<ScalarType>(KV_TYPE);
   static constexpr int kHeadDim = HEAD_DIM;  // a bucket: at least those of k and v
   static constexpr int kRowTiles = SHARED_ROWS / 8;
   static constexpr int kKeys = KEY_TILE;  // of a tile of own keys
-  static constexpr bool kWiden = false;
-  static constexpr int kStages = KEY_STAGES;     // of shared keys and values
+  static constexpr bool kWiden = kCache != kCompute;  // 8-bit cache
+  static constexpr int kStages = KEY_STAGES;     // of shared keys and values that are multiplied
+  static constexpr int kRawStages = RAW_STAGES;  // of 8-bit ones, as they are stored
   static constexpr int kOwnStages = OWN_STAGES;  // of own ones, a warp
   static constexpr int kTileRegisters = TILE_REGISTERS;
   static constexpr int kOwnRegisters = OWN_REGISTERS;
+  static constexpr int kLoadRegisters = LOAD_REGISTERS;
   static constexpr bool kAlibi = SHARED_ALIBI;
   static constexpr bool kInside = SHARED_INSIDE;     // it can make its schedule by itself
   static constexpr bool kParts = SHARED_MERGE_PARTS;  // few rows: a warp merges a part of one

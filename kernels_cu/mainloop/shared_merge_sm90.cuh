@@ -25,8 +25,14 @@ template <class V>
 struct SharedPlaces {
   static constexpr int kStageBytes = kShareKeys * V::kHeadDim * 2;  // of shared keys, or values
   static constexpr int kQueryBytes = 64 * V::kHeadDim * 2;          // of a warpgroup
-  static constexpr int kOwnStageBytes = 2 * V::kKeys * V::kHeadDim * 2;
-  static constexpr int kKeys = 2 * kQueryBytes, kValues = kKeys + V::kStages * kStageBytes;
+  static constexpr int kOwnStageBytes = 2 * V::kKeys * (V::kWiden ? 128 : V::kHeadDim * 2);
+  // What copies fill: 8-bit keys and values, which are widened to stages beside; or those stages.
+  static constexpr int kLoads = 2 * kQueryBytes;
+  static constexpr int kLoadStages = V::kWiden ? V::kRawStages : V::kStages;
+  static constexpr int kLoadBytes = V::kWiden ? kShareKeys * 128 : kStageBytes;
+  static constexpr int kLoadedValues = kLoads + kLoadStages * kLoadBytes;
+  static constexpr int kKeys = V::kWiden ? kLoadedValues + kLoadStages * kLoadBytes : kLoads;
+  static constexpr int kValues = kKeys + V::kStages * kStageBytes;
   static constexpr int kRings = kValues + V::kStages * kStageBytes;
   // Barriers, 8 bytes each; those of stages one after the other.
   static constexpr int kKeyFull = kRings + kOwnWarps * V::kOwnStages * kOwnStageBytes;
@@ -43,8 +49,23 @@ struct SharedPlaces {
   static constexpr int kProgress = (kTilesOpen + 8 + 15) / 16 * 16;  // of warps on their lines
   static constexpr int kOwnStarts = kProgress + 16;
   static constexpr int kGroupStarts = kOwnStarts + kOwnWarps * sizeof(OwnStart);
-  static constexpr int kBytes = kGroupStarts + 64;
+  // Of 8-bit caches: barriers of what copies fill, else those of the stages; then of each gathered
+  // row what its scores and its values are multiplied by.
+  static constexpr int kRawFull = kGroupStarts + 64, kRawEmpty = kRawFull + 16 * V::kRawStages;
+  static constexpr int kRowScales = kRawEmpty + 16 * V::kRawStages;
+  static constexpr int kBytes = V::kWiden ? kRowScales + 8 * kShareRows : kRawFull;
+  static constexpr int kLoadedKeyFull = V::kWiden ? kRawFull : kKeyFull;
+  static constexpr int kLoadedKeyEmpty = V::kWiden ? kRawEmpty : kKeyEmpty;
+  static constexpr int kLoadedValueFull = V::kWiden ? kRawFull + 8 * V::kRawStages : kValueFull;
+  static constexpr int kLoadedValueEmpty = V::kWiden ? kRawEmpty + 8 * V::kRawStages : kValueEmpty;
 };
+
+// Two neighbours of an output row.
+template <class V>
+__device__ __forceinline__ u32 pack_result(const AttentionParams &p, float lo, float hi) {
+  if constexpr (V::kWiden) return p.out_type == kFp16 ? pack_fp16(lo, hi) : pack_bf16(lo, hi);
+  return pack_pair<V::kWiden ? kFp16 : V::kCompute>(lo, hi);
+}
 
 // A warp takes a row; or 32 columns of one where there are few rows, so that four times as many
 // partial results are asked for at once. One kernel has one of both: code that is not there is not
@@ -281,8 +302,8 @@ class SharedMerge {
     char *const to = p.out + token * p.out_token_stride + head * p.out_head_stride + column * 2;
     if (d.out_wide) {
       *reinterpret_cast<uint2 *>(to) =
-          make_uint2(pack_pair<V::kCompute>(acc[0] * norm, acc[1] * norm),
-                     pack_pair<V::kCompute>(acc[2] * norm, acc[3] * norm));
+          make_uint2(pack_result<V>(p, acc[0] * norm, acc[1] * norm),
+                     pack_result<V>(p, acc[2] * norm, acc[3] * norm));
     } else {
       store_pair(p, to, acc[0] * norm, acc[1] * norm);
       store_pair(p, to + 4, acc[2] * norm, acc[3] * norm);

@@ -16,7 +16,7 @@ struct OwnKeys : DecodeProducts<V> {
   using Products::kD, Products::kKeys, Products::kPanelBytes, Products::kSideBytes;
   using Products::kStageBytes, Products::kSteps, Products::lane, Products::p;
   static constexpr int kStages = V::kOwnStages, kBoxes = kKeys / 16, kRowTiles = V::kRowTiles;
-  static constexpr int kPanels = kD / 64;
+  static constexpr int kPanels = Products::kPanels, kWidth = 128 / kItemBytes<V::kCache>;
   static_assert(kStageBytes == S::kOwnStageBytes, "");
   static constexpr u32 kAll = 0xffffffffu;
 
@@ -52,7 +52,7 @@ struct OwnKeys : DecodeProducts<V> {
         worker(blockIdx.x * kOwnWarps + threadIdx.x / 32) {
     now = start.request;
     at = next = start.span.x, end = start.span.y, index = next_index = start.span.z;
-    asm("" : "+r"(ring));  // or `base` takes a register of its own all along
+    if (!V::kWiden) asm("" : "+r"(ring));  // or `base` takes a register of its own all along
   }
 
   __device__ __forceinline__ u32 base() const {
@@ -110,7 +110,7 @@ struct OwnKeys : DecodeProducts<V> {
     }
 #pragma unroll
     for (int i = 0; i < kPanels; ++i) {
-      const i32 where[5] = {i * 64, slot, 0, head, block};
+      const i32 where[5] = {i * kWidth, slot, 0, head, block};
       tma_load5(to + i * kPanelBytes, k_map, where, full, kEvictFirst);
       tma_load5(to + kSideBytes + i * kPanelBytes, v_map, where, full, kEvictFirst);
     }
@@ -197,6 +197,10 @@ struct OwnKeys : DecodeProducts<V> {
   __device__ __forceinline__ void finish(const DecodeState<V> &state, const OwnRequest &of,
                                          int head, int block, int rows, bool final) const {
     const int g = lane / 4, q = lane % 4;
+    // Columns of a pair: 8 apart, or of 8-bit values neighbours.
+    constexpr int kApart = V::kWiden ? 1 : 8;
+    const int first = V::kWiden ? 2 * g : g;
+    const float of_values = V::kWiden ? value_scale(p, of.request, head) : 1.f;
     const i64 partial = own_partial_row(p, d, s, of.place(), head, block, worker);
 #pragma unroll
     for (int j = 0; j < kRowTiles; ++j) {
@@ -207,13 +211,13 @@ struct OwnKeys : DecodeProducts<V> {
         for (int mask = 4; mask < 32; mask *= 2) sum += __shfl_xor_sync(kAll, sum, mask);
         const int row = 8 * j + 2 * q + x;
         if (row >= rows) continue;
-        float norm = sum == 0.f ? 0.f : __fdividef(1.f, sum);
+        float norm = sum == 0.f ? 0.f : __fdividef(of_values, sum);
         if (!final) {
           float *const to = s.partial_out + (partial + row) * kD;
 #pragma unroll
           for (int n = 0; n < kSteps; ++n) {
-            to[n * 16 + g] = state.acc[n][j][x] * norm;
-            to[n * 16 + g + 8] = state.acc[n][j][x + 2] * norm;
+            to[n * 16 + first] = state.acc[n][j][x] * norm;
+            to[n * 16 + first + kApart] = state.acc[n][j][x + 2] * norm;
           }
           if (g == 0) s.partial_state[partial + row] = make_float2(state.top[j][x], sum);
           continue;
@@ -230,10 +234,11 @@ struct OwnKeys : DecodeProducts<V> {
                                                 q_head * p.out_head_stride);
 #pragma unroll
         for (int n = 0; n < kSteps; ++n) {
-          const u32 pair = pack_pair<V::kCompute>(state.acc[n][j][x] * norm,
-                                                  state.acc[n][j][x + 2] * norm);
-          if (n * 16 + g < p.head_dim_v) to[n * 16 + g] = static_cast<u16>(pair);
-          if (n * 16 + g + 8 < p.head_dim_v) to[n * 16 + g + 8] = static_cast<u16>(pair >> 16);
+          const u32 pair =
+              pack_result<V>(p, state.acc[n][j][x] * norm, state.acc[n][j][x + 2] * norm);
+          const int column = n * 16 + first;
+          if (column < p.head_dim_v) to[column] = static_cast<u16>(pair);
+          if (column + kApart < p.head_dim_v) to[column + kApart] = static_cast<u16>(pair >> 16);
         }
         if (g == 0) store_lse(p, token, q_head, lse);
       }

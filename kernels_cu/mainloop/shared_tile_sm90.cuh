@@ -18,8 +18,8 @@ constexpr u64 kEvictNormal = 0x1000000000000000ull;
 template <class V>
 struct SharedLoads {
   using S = SharedPlaces<V>;
-  static constexpr int kPanels = V::kHeadDim / 64, kPanelBytes = kShareKeys * 128;
-  static constexpr int kStages = V::kStages;
+  static constexpr int kPanels = V::kWiden ? 1 : V::kHeadDim / 64, kPanelBytes = kShareKeys * 128;
+  static constexpr int kStages = S::kLoadStages, kWidth = 128 / kItemBytes<V::kCache>;
 
   const AttentionParams &p;
   const DecodeParams &d;
@@ -50,25 +50,29 @@ struct SharedLoads {
       int block = find(key, slot);
 #pragma unroll 1
       for (int left = walk.blocks; left; --left) {
-        const i32 where[5] = {panel * 64, slot, 0, walk.head, block};
-        const u32 to = base + stage * S::kStageBytes + panel * kPanelBytes +
+        const i32 where[5] = {panel * kWidth, slot, 0, walk.head, block};
+        const u32 to = base + stage * S::kLoadBytes + panel * kPanelBytes +
                        (box << s.box_shift) * 128;
         key += kShareKeys;
         block = find(key, slot);
-        mbarrier_wait(base + S::kKeyEmpty + 8 * stage, phase ^ 1);
-        if (lane == 0) mbarrier_arrive_expect(base + S::kKeyFull + 8 * stage, S::kStageBytes);
+        mbarrier_wait(base + S::kLoadedKeyEmpty + 8 * stage, phase ^ 1);
+        if (lane == 0) mbarrier_arrive_expect(base + S::kLoadedKeyFull + 8 * stage, S::kLoadBytes);
         __syncwarp();
         if (box < boxes) {
-          tma_load5(to + S::kKeys, k_map, where, base + S::kKeyFull + 8 * stage, kEvictNormal);
+          tma_load5(to + S::kLoads, k_map, where, base + S::kLoadedKeyFull + 8 * stage,
+                    kEvictNormal);
         }
         if constexpr (V::kInside) {
           mbarrier_wait(base + S::kRows, 0);  // the schedule is made in the memory of values
         }
-        mbarrier_wait(base + S::kValueEmpty + 8 * stage, phase ^ 1);
-        if (lane == 0) mbarrier_arrive_expect(base + S::kValueFull + 8 * stage, S::kStageBytes);
+        mbarrier_wait(base + S::kLoadedValueEmpty + 8 * stage, phase ^ 1);
+        if (lane == 0) {
+          mbarrier_arrive_expect(base + S::kLoadedValueFull + 8 * stage, S::kLoadBytes);
+        }
         __syncwarp();
         if (box < boxes) {
-          tma_load5(to + S::kValues, v_map, where, base + S::kValueFull + 8 * stage, kEvictNormal);
+          tma_load5(to + S::kLoadedValues, v_map, where, base + S::kLoadedValueFull + 8 * stage,
+                    kEvictNormal);
         }
         if (++stage == kStages) stage = 0, phase ^= 1;
       }
@@ -96,6 +100,7 @@ struct SharedProducts {
   int before;  // the stage of the values that are not added up yet: one or two behind
   float score[kShareKeys / 2], acc[kD / 2], top[2], sum[2], slope[2];
   int distance[2];
+  float scale[2];  // of 8-bit keys, a row: of scores, to base 2 unless they are modified
   u32 weight[kShareKeys / 16][4];
 
   __device__ __forceinline__ SharedProducts(const AttentionParams &p, const DecodeParams &d,
@@ -114,7 +119,9 @@ struct SharedProducts {
     if (lane == 0) mbarrier_arrive(base + barriers + 8 * slot);
   }
   __device__ __forceinline__ void wait_for_values() const {
-    mbarrier_wait(base + S::kValueFull + 8 * before, phase ^ (before > slot ? 1u : 0u));
+    // Of two stages, those two behind are the next ones.
+    const bool earlier = before > slot || (kStages == 2 && before == slot);
+    mbarrier_wait(base + S::kValueFull + 8 * before, phase ^ (earlier ? 1u : 0u));
   }
   // A block that the other warpgroup takes.
   __device__ __forceinline__ void skip() {
@@ -163,8 +170,18 @@ struct SharedProducts {
     }
   }
 
+  // What scores are multiplied by before they are weights: to base 2, of row h of this thread.
+  __device__ __forceinline__ float later_scale(int h) const {
+    if constexpr (!V::kWiden) return s.scale;
+    return V::kAlibi || p.softcap > 0.f ? 1.f : scale[h];
+  }
+
   // Soft cap, ALiBi; then what lies past the end of the piece. `n`: blocks before this one.
   __device__ __forceinline__ void modify(int n, int valid) {
+    if (V::kWiden && (V::kAlibi || p.softcap > 0.f)) {
+#pragma unroll
+      for (int i = 0; i < kShareKeys / 2; ++i) score[i] *= scale[i >> 1 & 1];
+    }
     if (p.softcap > 0.f) SoftCap(s.modify_scale, p.softcap * kLog2e).apply(score);
     if constexpr (V::kAlibi) {
       const float scale = p.softcap > 0.f ? 1.f : s.modify_scale;
@@ -210,22 +227,22 @@ struct SharedProducts {
     if (!kFirst) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if ((most[h] - top[h]) * s.scale <= kRescaleAt) most[h] = top[h];
+        if ((most[h] - top[h]) * later_scale(h) <= kRescaleAt) most[h] = top[h];
       }
       grew = __any_sync(kAll, most[0] > top[0] || most[1] > top[1]);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float shift = most[h] * s.scale;
+      const float scale = later_scale(h), shift = most[h] * scale;
       float found = 0.f;
-      if (!kFirst) factor[h] = exp2_approx(top[h] * s.scale - shift);
+      if (!kFirst) factor[h] = exp2_approx(top[h] * scale - shift);
       top[h] = most[h];
 #pragma unroll
       for (int n = 0; n < kShareKeys / 8; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           float &x = score[4 * n + 2 * h + e];
-          x = exp2_approx(fmaf(x, s.scale, -shift));
+          x = exp2_approx(fmaf(x, scale, -shift));
           found += x;
         }
       }
@@ -245,7 +262,11 @@ struct SharedProducts {
   }
 
   // 64 rows of q, swizzled as a copy of boxes would. A negative scale changes their sign.
-  __device__ __forceinline__ void gather(const SharedWalk &walk, int first_token, int rows) const {
+  __device__ __forceinline__ void gather(const SharedWalk &walk, int first_token, int rows) {
+    if constexpr (V::kWiden) {
+      gather_fp16(walk, first_token, rows);
+      return;
+    }
     constexpr int kChunks = kD / 8, kEach = 64 * kChunks / 128;
     const int chunk = thread % kChunks;
     uint4 v[kEach];
@@ -269,6 +290,80 @@ struct SharedProducts {
     }
     fence_async_proxy();
     named_barrier_sync(2 + group, 128);
+  }
+
+  // The same for 8-bit keys: in fp16, bf16 rows divided by a power of two, as
+  // block/decode_rows.cuh has them. Descales are those of each row's own request.
+  __device__ __forceinline__ void gather_fp16(const SharedWalk &walk, int first_token, int rows) {
+    constexpr int kChunks = kD / 8;
+    const int chunk = thread % kChunks;
+    const u32 scales = base + S::kRowScales + group * 64 * 8;
+#pragma unroll 2
+    for (int row = thread / kChunks; row < 64; row += 128 / kChunks) {
+      u32 word[4] = {};
+      float factor = 1.f, of_values = 1.f, largest = 0.f;
+      if (row < rows) {
+        const int token = token_of(d, row), head = walk.head * p.group + row - token * p.group;
+        const int4 of = walk.rows[first_token + token];
+        if (chunk * 8 < p.head_dim) {
+          load_chunk(p.q + of.x * p.q_token_stride + head * p.q_head_stride, chunk, word);
+        }
+        factor = score_scale(p, of.z, walk.head), of_values = value_scale(p, of.z, walk.head);
+      }
+      int exponent = 0;
+      if (p.q_type == kBf16) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 pair = unpack_bf16(word[i]);
+          largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+#pragma unroll
+        for (int mask = kChunks / 2; mask; mask /= 2) {
+          largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, mask));
+        }
+        exponent = narrowing_exponent(largest);
+        const float by = power_of_two(-exponent);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float2 pair = unpack_bf16(word[i]);
+          word[i] = pack_fp16(pair.x * by, pair.y * by);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) word[i] ^= factor < 0.f ? 0x80008000u : 0u;
+      const u32 to = base + group * S::kQueryBytes + chunk / 8 * 64 * 128 + row * 128;
+      store_shared16(to + ((chunk % 8 ^ row % 8) << 4), word);
+      if (chunk) continue;
+      factor = fmaxf(fabsf(factor), 1e-30f) * (V::kAlibi || p.softcap > 0.f ? 1.f : kLog2e);
+      store_shared4(scales + row * 8, __float_as_uint(fmaxf(power_of_two(exponent) * factor, 1e-30f)));
+      store_shared4(scales + row * 8 + 4, __float_as_uint(of_values));
+    }
+    fence_async_proxy();
+    named_barrier_sync(2 + group, 128);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scale[h] = of_row(h, 0);
+  }
+
+  // Of a gathered row of this thread: what its scores (0) or values (1) are multiplied by.
+  __device__ __forceinline__ float of_row(int h, int which) const {
+    const int row = thread / 32 * 16 + lane / 4 + 8 * h;
+    return __uint_as_float(
+        load_shared4(base + S::kRowScales + (group * 64 + row) * 8 + which * 4));
+  }
+
+  // Eight elements of a query in fp16, or in bf16 as they are.
+  __device__ __forceinline__ void load_chunk(const char *row, int chunk, u32 (&word)[4]) const {
+    if (p.q_type <= kBf16) {
+      const uint4 v = reinterpret_cast<const uint4 *>(row)[chunk];
+      word[0] = v.x, word[1] = v.y, word[2] = v.z, word[3] = v.w;
+      return;
+    }
+    const uint2 v = reinterpret_cast<const uint2 *>(row)[chunk];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 pair = (i < 2 ? v.x : v.y) >> i % 2 * 16 & 0xffffu;
+      word[i] = p.q_type == kE4m3 ? fp8_to_fp16<kE4m3>(pair) : fp8_to_fp16<kE5m2>(pair);
+    }
   }
 
   __device__ __forceinline__ void sweep(int first, int blocks, int step, int tail) {
@@ -328,7 +423,8 @@ struct SharedProducts {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float all = quad_sum(sum[h]);
-      const float norm = all == 0.f ? 0.f : __fdividef(1.f, all);
+      const float of_values = V::kWiden ? of_row(h, 1) : 1.f;
+      const float norm = all == 0.f ? 0.f : __fdividef(of_values, all);
       const int row = thread / 32 * 16 + lane / 4 + 8 * h;
       if (row >= rows) continue;
       float *const to = s.partial_out + static_cast<i64>(first_row + row) * kD + 2 * (lane & 3);
@@ -337,7 +433,7 @@ struct SharedProducts {
         *reinterpret_cast<float2 *>(to + 8 * n) =
             make_float2(acc[4 * n + 2 * h] * norm, acc[4 * n + 2 * h + 1] * norm);
       }
-      if ((lane & 3) == 0) s.partial_state[first_row + row] = make_float2(top[h] * s.scale, all);
+      if ((lane & 3) == 0) s.partial_state[first_row + row] = make_float2(top[h] * later_scale(h), all);
     }
   }
 
