@@ -2,8 +2,10 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <map>
+#include <cstring>
 #include <memory>
+#include <utility>
+#include <vector>
 
 namespace emu {
 
@@ -48,18 +50,50 @@ struct Clock {
 // What is known of a warp of another CTA, or of copies on a mbarrier there.
 struct Known {
   Entry seen, proxied, done;  // its writes; what of them the async proxy sees; its reads
+
+  void join(const Known& o) {
+    seen.join(o.seen);
+    proxied.join(o.proxied);
+    done.join(o.done);
+  }
 };
 
-// By `entity`. Empty for kernels whose CTAs do not talk.
+// By `entity`, in order. Empty for kernels whose CTAs do not talk.
 struct Foreign {
-  std::map<uint64_t, Known> known;
+  std::vector<std::pair<uint64_t, Known>> known;
+
+  auto lower_bound(uint64_t who) const {
+    return std::lower_bound(known.begin(), known.end(), who, [](const auto& e, uint64_t key) { return e.first < key; });
+  }
+  const Known* find(uint64_t who) const {
+    const auto it = lower_bound(who);
+    return it == known.end() || it->first != who ? nullptr : &it->second;
+  }
+  Known& at(uint64_t who) {
+    const size_t i = lower_bound(who) - known.begin();
+    if (i == known.size() || known[i].first != who) known.insert(known.begin() + i, {who, Known()});
+    return known[i].second;
+  }
+
+  // Whether all that `o` holds is known.
+  bool holds(const Foreign& o) const {
+    size_t i = 0;
+    for (const auto& [who, e] : o.known) {
+      while (i < known.size() && known[i].first < who) i++;
+      if (i == known.size() || known[i].first != who) return false;
+      Known both = known[i].second;
+      both.join(e);
+      if (memcmp(&both, &known[i].second, sizeof both)) return false;
+    }
+    return true;
+  }
 
   void join(const Foreign& o) {
+    size_t i = 0;
     for (const auto& [who, e] : o.known) {
-      Known& mine = known[who];
-      mine.seen.join(e.seen);
-      mine.proxied.join(e.proxied);
-      mine.done.join(e.done);
+      while (i < known.size() && known[i].first < who) i++;
+      if (i == known.size() || known[i].first != who) known.insert(known.begin() + i, {who, Known()});
+      known[i].second.join(e);
     }
   }
 };
@@ -78,6 +112,7 @@ struct Order {
       foreign = o;
       return;
     }
+    if (foreign->holds(*o)) return;
     auto merged = std::make_shared<Foreign>(*foreign);
     merged->join(*o);
     foreign = merged;

@@ -11,11 +11,13 @@ static void rows_of(Warp& w, const Insn& in, bool write, const char* what, uint3
   for (int l = 0; l < n * 8; l++) {
     const uint64_t base = in.arg[3] < 0 ? 0 : in.arg[4] ? w.d(in.arg[3])[l] : w.r(in.arg[3])[l];
     const Target t = resolve(w, Space(in.arg[2]), base + int64_t(in.arg[5]), 16, l, write, what);
-    if (t.space != kShared) fail("%s: not shared memory", what);
+    if (t.space != kShared || t.cta != w.cta) fail("%s: not shared memory of its CTA", what);
     addr[l] = uint32_t(t.addr);
-    if (write) note_write(w, t, 16, kManyLanes, 0);
-    else note_read(w, t, 16, kManyLanes, 0);
+    if (write) guard_mbarriers(*w.cta, addr[l], 16);
   }
+  w.vm->progress += write;
+  w.vm->cfg.stats[write ? kSharedWritten : kSharedRead] += uint64_t(n) * 128;
+  if (w.vm->check) check_shared_rows(w, addr, n * 8, write);
   for (int q = 0; q < n; q++) count_conflicts(w, addr, 0xffu << (8 * q), 16);
 }
 

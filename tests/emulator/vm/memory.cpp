@@ -36,6 +36,71 @@ static inline Target resolve_own(Warp& w, Space space, uint64_t addr, uint32_t b
   return resolve(w, space, addr, bytes, lane, write, what);
 }
 
+// Addresses of the active lanes (of the others: that of the first), if all are surely in the shared memory of the own
+// CTA, aligned and in bounds.
+static bool all_own(Warp& w, Space space, const Insn& in, uint32_t m, uint32_t bytes, uint32_t* at) {
+  const int slot = in.arg[BASE], first = first_lane(m);
+  const int64_t offset = in.arg[OFFSET];
+  if ((space != kShared && space != kGeneric) || slot < 0) return false;
+  if (space == kGeneric && (address(w, in, BASE, first) & kWindowMask) != kSharedWindow) return false;
+  uint64_t windows = 0;
+  uint32_t low = ~0u, high = 0, bits = 0;
+  if (in.arg[BASE64]) {
+    const uint64_t* const base = w.d(slot);
+    for (int l = 0; l < 32; l++) {
+      const uint64_t a = (m >> l & 1 ? base[l] : base[first]) + uint64_t(offset);
+      windows |= a ^ kSharedWindow;
+      at[l] = uint32_t(a);
+    }
+  } else {
+    const uint32_t* const base = w.r(slot);
+    for (int l = 0; l < 32; l++) at[l] = (m >> l & 1 ? base[l] : base[first]) + uint32_t(offset);
+  }
+  if (space == kGeneric && windows & kWindowMask) return false;
+  for (int l = 0; l < 32; l++) {
+    low = std::min(low, at[l]);
+    high = std::max(high, at[l]);
+    bits |= at[l];
+  }
+  const uint32_t align = std::min(bytes, 16u), end = w.vm->smem_end;
+  return !(bits & (align - 1)) && low >= kSharedBase && high < end && bytes <= end - high;
+}
+
+static void load_shared(Warp& w, const Insn& in, uint32_t m, const uint32_t* at, int how) {
+  const int bytes = in.arg[BYTES], vec = in.arg[VEC], total = bytes * vec;
+  const uint8_t* const smem = w.cta->smem.data();
+  w.vm->cfg.stats[kSharedRead] += uint64_t(total) * __builtin_popcount(m);
+  if (w.vm->check) check_shared_reads(w, at, m, total, how);
+  count_conflicts(w, at, m, total);
+  for (int i = 0; i < vec; i++) {
+    const int slot = in.arg[REGS + i];
+    if (bytes == 4 && !in.arg[WIDE])
+      lanes(w.r(slot), m, [&](int l) {
+        uint32_t v;
+        memcpy(&v, smem + at[l] + 4 * i, 4);
+        return v;
+      });
+    else each_lane(m, [&](int l) { get(w, slot, l, smem + at[l] + bytes * i, bytes, in.arg[EXT], in.arg[WIDE]); });
+  }
+}
+
+static void store_shared(Warp& w, const Insn& in, uint32_t m, const uint32_t* at) {
+  const int bytes = in.arg[BYTES], vec = in.arg[VEC], total = bytes * vec;
+  Cta& cta = *w.cta;
+  w.vm->progress++;
+  w.vm->cfg.stats[kSharedWritten] += uint64_t(total) * __builtin_popcount(m);
+  each_lane(m, [&](int l) { guard_mbarriers(cta, at[l], total); });
+  if (w.vm->check) check_shared_writes(w, at, m, total, 0);
+  count_conflicts(w, at, m, total);
+  for (int i = 0; i < vec; i++) {
+    const int slot = in.arg[REGS + i];
+    each_lane(m, [&](int l) {
+      const void* from = in.arg[WIDE] ? (const void*)&w.d(slot)[l] : (const void*)&w.r(slot)[l];
+      memcpy(cta.smem.data() + at[l] + bytes * i, from, bytes);
+    });
+  }
+}
+
 static Step ld(Warp& w, const Insn& in, uint32_t m) {
   const Space space = Space(in.arg[SPACE]);
   const int bytes = in.arg[BYTES], vec = in.arg[VEC], total = bytes * vec;
@@ -44,6 +109,10 @@ static Step ld(Warp& w, const Insn& in, uint32_t m) {
   const bool strong = in.arg[HOW] & 2;
   const int how = (strong ? kStrong : 0) | (in.arg[HOW] & 1 ? kNonCoherent : 0);
   uint32_t shared_addr[32], in_shared = 0;
+  if (!strong && all_own(w, space, in, m, total, shared_addr)) {
+    load_shared(w, in, m, shared_addr, how);
+    return Step::kNext;
+  }
   alignas(16) uint8_t value[32][32];  // all lanes read before any register is written
   const uint64_t one = address(w, in, BASE, first_lane(m));
   uint64_t differ = space != kGeneric || (one & kWindowMask) != kParamWindow;
@@ -82,6 +151,10 @@ static Step st(Warp& w, const Insn& in, uint32_t m) {
   const Scope scope = Scope(in.arg[SCOPE]);
   const bool strong = in.arg[HOW] & 2;
   uint32_t shared_addr[32], in_shared = 0;
+  if (!strong && all_own(w, space, in, m, total, shared_addr)) {
+    store_shared(w, in, m, shared_addr);
+    return Step::kNext;
+  }
   each_lane(m, [&](int l) {
     const Target t = resolve_own(w, space, address(w, in, BASE, l), total, l, true, "store");
     note_write(w, t, total, l, strong ? kStrong : 0);

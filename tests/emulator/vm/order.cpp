@@ -38,8 +38,8 @@ static void update_floor(Warp& w) {
 
 // Knowledge of the own CTA that came back from others belongs to the own clocks.
 static void fold(const Warp& w, Order& mine, const Foreign& o) {
-  const auto end = o.known.lower_bound(entity(w.cta->index + 1, 0));
-  for (auto it = o.known.lower_bound(entity(w.cta->index, 0)); it != end; ++it) {
+  const auto end = o.lower_bound(entity(w.cta->index + 1, 0));
+  for (auto it = o.lower_bound(entity(w.cta->index, 0)); it != end; ++it) {
     const int id = int(it->first - entity(w.cta->index, 0));
     if (id < kMaxWarps) {
       mine.seen.warp[id].join(it->second.seen);
@@ -73,8 +73,7 @@ void acquire(Warp& w, const Order& o, uint32_t mask) {
   }
   Entry mine = o.seen.warp[w.id];
   if (o.foreign) {
-    const auto it = o.foreign->known.find(entity(w.cta->index, w.id));
-    if (it != o.foreign->known.end()) mine.join(it->second.seen);
+    if (const Known* const k = o.foreign->find(entity(w.cta->index, w.id))) mine.join(k->seen);
   }
   const uint32_t known = std::max(mine.all, mine.some) + 1;
   if (known <= 1) return;
@@ -107,30 +106,33 @@ void warp_sync(Warp& w, uint32_t mask) {
 // ---- between CTAs
 bool known_elsewhere(const Order& o, const Record& rec, bool async_proxy) {
   if (!o.foreign) return false;
-  const auto it = o.foreign->known.find(entity(rec.cta, rec.warp));
-  if (it == o.foreign->known.end()) return false;
+  const Known* const k = o.foreign->find(entity(rec.cta, rec.warp));
+  if (!k) return false;
   const int lane = rec.converged ? kAnyLane : rec.lane;
-  if (!(rec.read ? it->second.done : it->second.seen).covers(lane, rec.clock)) return false;
-  return !async_proxy || !rec.generic || it->second.proxied.covers(lane, rec.clock);
+  if (!(rec.read ? k->done : k->seen).covers(lane, rec.clock)) return false;
+  return !async_proxy || !rec.generic || k->proxied.covers(lane, rec.clock);
 }
 
 bool knows_of(const Warp& w, int lane, const Cta& cta) {
   const Order& o = lane < 32 && (w.partial_mask >> lane & 1) ? w.partial : w.base;
   if (!o.foreign) return false;
-  const auto it = o.foreign->known.lower_bound(entity(cta.index, 0));
+  const auto it = o.foreign->lower_bound(entity(cta.index, 0));
   return it != o.foreign->known.end() && it->first < entity(cta.index + 1, 0);
 }
 
 std::shared_ptr<const Foreign> reads_only(const Foreign& f) {
   auto out = std::make_shared<Foreign>();
-  for (const auto& [who, e] : f.known) out->known[who].done = e.done;
+  for (const auto& [who, e] : f.known) {
+    out->known.push_back({who, Known()});
+    out->known.back().second.done = e.done;
+  }
   return out;
 }
 
 std::shared_ptr<const Foreign> abroad(const Warp& w, const Order& o, bool writes) {
   auto f = o.foreign ? std::make_shared<Foreign>(*o.foreign) : std::make_shared<Foreign>();
   for (int i = 0; i < nw(w); i++) {
-    Known& e = f->known[entity(w.cta->index, i)];
+    Known& e = f->at(entity(w.cta->index, i));
     e.seen.join(o.seen.warp[i]);
     e.proxied.join(o.proxied.warp[i]);
     e.done.join(o.seen.warp[i]);
@@ -138,7 +140,7 @@ std::shared_ptr<const Foreign> abroad(const Warp& w, const Order& o, bool writes
   if (w.cta->cluster->size() > 1)  // others may read what copies brought here
     for (int i = 0; i < nm(w); i++)
       if (const uint32_t phase = o.seen.mbar[i]) {
-        Known& e = f->known[entity(w.cta->index, kMbarrierWriter + i)];
+        Known& e = f->at(entity(w.cta->index, kMbarrierWriter + i));
         e.seen.all = e.done.all = std::max(e.seen.all, phase);
       }
   return writes ? f : reads_only(*f);
@@ -150,6 +152,7 @@ void join(std::shared_ptr<const Foreign>& into, const std::shared_ptr<const Fore
     into = f;
     return;
   }
+  if (into->holds(*f)) return;
   auto merged = std::make_shared<Foreign>(*into);
   merged->join(*f);
   into = merged;

@@ -60,7 +60,8 @@ void check_shared_read(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lan
   });
 }
 
-static void writer_checks(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how) {
+// Of a cell that one lane wrote.
+static void writer_check(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how) {
   if (c.pending_writes && !(c.strong && (how & kStrong)))
     race(w, "write over an asynchronous copy in flight", addr, true, lane, of_cell(cta, c));
   if (c.pending_reads) race(w, "write over the source of an asynchronous read in flight", addr, true, lane, of_cell(cta, c));
@@ -69,6 +70,12 @@ static void writer_checks(Warp& w, const Cta& cta, const SharedCell& c, uint32_t
   Record o = of_cell(cta, c);
   o.read = c.warp >= kMbarrierWriter;  // of a copy that has landed it only matters that it is done
   if (!ordered(w, lane, o, false)) race(w, "write not ordered after a write", addr, true, lane, o);
+}
+
+// Of 16 bytes if the cell or the write is spread over lanes.
+void writer_checks(Warp& w, const Cta& cta, const SharedCell& c, uint32_t addr, int lane, int how, int spread) {
+  if (c.spread == kAlone && spread == kAlone) return writer_check(w, cta, c, addr, lane, how);
+  for (int i = 0; i < 4; i++) writer_check(w, cta, c.word(i), addr + 4 * i, lane_of_word(lane, spread, i), how);
 }
 
 // After them the reads of the cell are forgotten.
@@ -82,6 +89,7 @@ static void write_checks(Warp& w, const Cta& cta, SharedShadow& s, int i, uint32
     *m = ReadMark();
   });
   s.cells[i].readers = 0;
+  if (s.cells[i].child == SharedCell::kByLanes) s.cells[i].child = SharedCell::kNone;
 }
 
 // The same for cells that were never split; neighbours mostly have the same past, which is judged once.
@@ -112,14 +120,14 @@ static void write_checks_of_range(Warp& w, const Cta& cta, SharedShadow& s, int 
 
 static void set_writer(const Cta& cta, SharedCell& c, const Record& r, const Cta* from) {
   c.from = uint8_t(from ? after(cta, *from) : 0);
-  c.clock = r.clock; c.pc = r.pc; c.warp = r.warp; c.lane = r.lane; c.strong = r.strong; c.generic = r.generic;
+  c.clock = r.clock; c.pc = r.pc; c.warp = r.warp; c.lane = r.lane; c.strong = r.strong; c.generic = r.generic; c.spread = kAlone;
 }
 
 void check_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lane, int how) {
   if (!w.vm->check) return;
   SharedShadow& s = cta.shadow;
   write_operands(w, cta, addr, bytes, lane, how);
-  s.visit(addr, bytes, [&](int i) {
+  s.visit<true>(addr, bytes, [&](int i) {
     write_checks(w, cta, s, i, addr, lane, how);
     SharedCell& c = s.cells[i];
     Record r = record(w, lane, how);
@@ -135,7 +143,7 @@ void pend_shared_write(Warp& w, Cta& cta, uint32_t addr, uint32_t bytes, int lan
   const Record r = record(w, lane, how);
   const bool whole = bytes >= 64 && s.whole(addr, bytes);
   if (whole) write_checks_of_range(w, cta, s, int(addr / 16), int(bytes / 16), addr, lane, how);
-  s.visit(addr, bytes, [&](int i) {
+  s.visit<true>(addr, bytes, [&](int i) {
     if (!whole) write_checks(w, cta, s, i, addr, lane, how);
     SharedCell& c = s.cells[i];
     set_writer(cta, c, r, w.cta);
@@ -197,6 +205,8 @@ void land_shared_reads(Warp& w, Cta& cta, const Range* ranges, size_t count, int
 
 // ---- global memory
 static void global_read(Warp& w, uint64_t addr, uint32_t bytes, int lane, int how) {
+  Record r = record(w, lane, how);
+  r.read = true;
   w.vm->shadow.visit(addr, bytes, [&](GlobalCell& c) {
     if (c.pending_writes) race(w, "read of an asynchronous copy in flight", addr, false, lane, c.write);
     if (c.write.clock) {
@@ -209,8 +219,6 @@ static void global_read(Warp& w, uint64_t addr, uint32_t bytes, int lane, int ho
                                : "read not ordered after a write", addr, false, lane, c.write);
       }
     }
-    Record r = record(w, lane, how);
-    r.read = true;
     int slot = 1;  // replace a read that this one is ordered after, else the older one
     for (int i = 0; i < 2; i++) {
       const Record& o = c.read[i];
@@ -224,10 +232,10 @@ static void global_read(Warp& w, uint64_t addr, uint32_t bytes, int lane, int ho
 }
 
 static void global_write(Warp& w, uint64_t addr, uint32_t bytes, int lane, int how, bool pend) {
+  const Record r = record(w, lane, how);
   w.vm->shadow.visit(addr, bytes, [&](GlobalCell& c) {
     if (c.pending_writes && !(c.write.strong && (how & kStrong)))
       race(w, "write over an asynchronous copy in flight", addr, false, lane, c.write);
-    const Record r = record(w, lane, how);
     const Record& o = c.write;
     const bool same_instruction = o.cta == r.cta && o.warp == r.warp && o.pc == r.pc && o.clock == r.clock;
     if (o.clock && !same_instruction && !(o.strong && r.strong) && !ordered(w, lane, o, false))

@@ -16,6 +16,8 @@ inline const Cta& cta_after(const Cta& cta, int n) {
 }
 inline int reader(const Cta& cta, const Warp& w) { return after(cta, *w.cta) * cta.shadow.warps + w.id; }
 
+inline bool written_by(const SharedCell& c, const Warp& w) { return c.warp == w.id && !c.from; }  // in its CTA
+
 inline Record of_cell(const Cta& cta, const SharedCell& c) {
   Record r;
   r.clock = c.clock; r.pc = c.pc; r.cta = int32_t(cta_after(cta, c.from).index); r.warp = c.warp; r.lane = c.lane;
@@ -44,11 +46,23 @@ inline bool clean_read(Warp& w, const Cta& cta, const SharedCell& c, int lane, i
   return true;
 }
 
-inline void reader_checks(Warp& w, const Cta& cta, const ReadMark& m, int reader, bool mine, uint32_t addr, int lane, int how) {
+// Of a mark that is one lane's.
+inline void reader_check(Warp& w, const Cta& cta, const ReadMark& m, int reader, bool mine, uint32_t addr, int lane, int how) {
   if (!m.clock || (m.strong && (how & kStrong)) || (mine && m.lane == uint32_t(lane))) return;
   if (!ordered(w, lane, of_mark(cta, m, reader), false))
     race(w, "write not ordered after a read", addr, true, lane, of_mark(cta, m, reader));
 }
+
+// Of a write of 16 bytes if the mark or the write is spread over lanes.
+inline void reader_checks(Warp& w, const Cta& cta, const ReadMark& m, int reader, bool mine, uint32_t addr, int lane, int how,
+                          int spread = kAlone) {
+  if (m.spread == kAlone && spread == kAlone) return reader_check(w, cta, m, reader, mine, addr, lane, how);
+  for (int i = 0; i < 4; i++)
+    reader_check(w, cta, m.word(i), reader, mine, addr + 4 * i, lane_of_word(lane, spread, i), how);
+}
+
+// ---- races.cpp
+void writer_checks(Warp&, const Cta&, const SharedCell&, uint32_t addr, int lane, int how, int spread = kAlone);
 
 // ---- operands.cpp
 void write_operands(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);

@@ -28,31 +28,55 @@ struct Record {  // one access
   Record() : generic(false), converged(false), read(false) {}
 };
 
+// By whom the four words of 16 bytes are accessed: all by one lane, or by it and those after it.
+enum Spread : uint8_t { kAlone, kPairs, kFours };
+inline int lane_of_word(int lane, int spread, int word) {
+  return lane + (spread == kFours ? word : spread == kPairs ? word / 2 : 0);
+}
+
 struct SharedCell {
   uint32_t clock = 0;  // last write; 0: never written
   int32_t pc = 0;
   uint8_t warp = 0, lane = 0;
   uint8_t from = 0;  // writer's CTA: how many ranks after this one, in the cluster's round
-  bool strong : 1, generic : 1;
-  int32_t child = -1;    // index of four smaller cells
-  uint32_t readers = 0;  // bit r % 32 of each reader r whose mark is set
+  uint8_t strong : 1, generic : 1, spread : 2, unused : 4;
+  int32_t child = kNone;  // index of four smaller cells
+  uint32_t readers = 0;   // bit r % 32 of each reader r whose mark is set
   uint16_t pending_reads = 0, pending_writes = 0;
 
-  SharedCell() : strong(false), generic(false) {}
+  static constexpr int kNone = -1, kByLanes = -2;  // no smaller ones; the writer or a mark may be spread over lanes
+
+  SharedCell() : strong(0), generic(0), spread(kAlone), unused(0) {}
 
   bool same_writer(const SharedCell& o) const { return !memcmp(this, &o, 12); }
+  void set_writer(const SharedCell& o) { memcpy(static_cast<void*>(this), &o, 12); }
+  SharedCell word(int i) const {
+    SharedCell c = *this;
+    c.lane = uint8_t(lane_of_word(lane, spread, i));
+    c.spread = kAlone;
+    return c;
+  }
 };
 static_assert(sizeof(SharedCell) == 24, "the writer is in the first 12 bytes");
 
 struct ReadMark {  // a warp's last read of a cell
   uint32_t clock = 0;
-  uint32_t pc : 24;
+  uint32_t pc : 22;
+  uint32_t spread : 2;
   uint32_t lane : 6;
   uint32_t strong : 1;
   uint32_t converged : 1;
 
-  ReadMark() : pc(0), lane(0), strong(0), converged(0) {}
+  ReadMark() : pc(0), spread(kAlone), lane(0), strong(0), converged(0) {}
+
+  ReadMark word(int i) const {
+    ReadMark m = *this;
+    m.lane = uint32_t(lane_of_word(int(lane), spread, i));
+    m.spread = kAlone;
+    return m;
+  }
 };
+static_assert(sizeof(ReadMark) == 8, "marks are compared as one number");
 
 struct Operand;
 constexpr int kBlockShift = 10;
@@ -109,19 +133,24 @@ struct SharedShadow {
   int split(int cell) {
     if (cells[cell].child < 0) {
       const int first = int(cells.size());
-      const SharedCell copy = cells[cell];
-      cells.resize(first + 4, copy);
+      SharedCell copy = cells[cell];
+      copy.child = SharedCell::kNone;
+      cells.resize(first + 4);
+      for (int i = 0; i < 4; i++) cells[first + i] = copy.word(i);
       cells[cell].child = first;
       each_reader(copy.readers, [&](int, ReadMarks& marks) {
-        if (const ReadMark* const m = marks.find(cell))
-          for (int i = 0; i < 4; i++) marks.at(first + i) = *m;
+        if (const ReadMark* const m = marks.find(cell); m && m->clock) {
+          const ReadMark of_cell = *m;
+          for (int i = 0; i < 4; i++) marks.at(first + i) = of_cell.word(i);
+        }
       });
     }
     return cells[cell].child;
   }
 
-  // Calls f(cell) for the cells of a range, split as finely as it needs.
-  template <class F>
+  // Calls f(cell) for the cells of a range, split as finely as it needs; f is for one lane's accesses, unless it is told
+  // of cells that are spread over lanes.
+  template <bool kSpread = false, class F>
   void visit(uint32_t addr, uint32_t bytes, F f) {
     const uint32_t end = addr + bytes;
     if (bytes <= 8 && !((addr | bytes) & 3) && (addr & 15) + bytes <= 16) {  // words of a cell that is split
@@ -134,7 +163,7 @@ struct SharedShadow {
     }
     if (!((addr | bytes) & 15)) {
       for (uint32_t i = addr / 16; i < end / 16; i++) {
-        if (cells[i].child < 0) f(int(i));
+        if (kSpread ? cells[i].child < 0 : cells[i].child == SharedCell::kNone) f(int(i));
         else walk(int(i), i * 16, 16, addr, end, f);
       }
       return;
@@ -146,18 +175,18 @@ struct SharedShadow {
     for (uint32_t b = addr >> kBlockShift; b <= (addr + bytes - 1) >> kBlockShift; b++) blocks[b].writes++;
   }
 
-  // Whether a range is made of cells that were never split.
+  // Whether a range is made of cells that are not split, nor spread over lanes.
   bool whole(uint32_t addr, uint32_t bytes) const {
     if ((addr | bytes) & 15) return false;
     for (uint32_t i = addr / 16; i < (addr + bytes) / 16; i++)
-      if (cells[i].child >= 0) return false;
+      if (cells[i].child != SharedCell::kNone) return false;
     return true;
   }
 
  private:
   template <class F>
   void walk(int cell, uint32_t at, uint32_t size, uint32_t begin, uint32_t end, F f) {
-    if (begin <= at && end >= at + size && cells[cell].child < 0) return f(cell);
+    if (begin <= at && end >= at + size && cells[cell].child == SharedCell::kNone) return f(cell);
     const int first = split(cell);
     const uint32_t sub = size / 4;
     for (uint32_t i = 0; i < 4; i++) {

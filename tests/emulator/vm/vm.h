@@ -123,7 +123,7 @@ struct Cta {
   } votes[kBarriers], result[kBarriers];  // of bar.red: being counted, of the last completion
   std::deque<Request> queue;  // of copies into this CTA's memory
   std::unordered_map<uint64_t, Operand> operands;  // of wgmma, by descriptor
-  std::pair<uint64_t, Operand*> found_operands[256] = {};  // some of them, by a hash
+  std::pair<uint64_t, Operand*> found_operands[1024] = {};  // some of them, by a hash
   SharedShadow shadow;
   Order at_exit;  // what its exited warps knew
   std::unordered_map<uint64_t, Order> sync;  // releases seen inside the CTA, by address
@@ -251,6 +251,10 @@ void note_read(Warp&, const Target&, uint32_t bytes, int lane, int how);
 void note_write(Warp&, const Target&, uint32_t bytes, int lane, int how);
 void check_shared_read(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);
 void check_shared_write(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);
+// ... by lanes of one instruction, in their own CTA
+void check_shared_reads(Warp&, const uint32_t* addr, uint32_t mask, uint32_t bytes, int how);
+void check_shared_writes(Warp&, const uint32_t* addr, uint32_t mask, uint32_t bytes, int how);
+void check_shared_rows(Warp&, const uint32_t* addr, int count, bool write);  // of 16 bytes, by the warp as one
 void pend_shared_write(Warp&, Cta&, uint32_t addr, uint32_t bytes, int lane, int how);  // async write issued
 void land_shared_write(Cta&, uint32_t addr, uint32_t bytes, const Record&);             // ... and done
 void pend_shared_reads(Warp&, Cta&, const Range*, size_t count, int lane);              // async reads issued

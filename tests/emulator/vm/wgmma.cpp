@@ -42,7 +42,7 @@ struct Descriptor {
 static Operand& operand(Warp& w, uint64_t desc, bool mn, int first, int rows) {
   // Bits that a descriptor leaves free tell operands apart.
   const uint64_t key = desc | uint64_t(mn) << 14 | uint64_t(rows / 8) << 52 | uint64_t(first / 16) << 58;
-  auto& [recent, there] = w.cta->found_operands[key * 0x9E3779B97F4A7C15ull >> 56];
+  auto& [recent, there] = w.cta->found_operands[key * 0x9E3779B97F4A7C15ull >> 54];
   if (there && recent == key) return *there;
   Operand& found = w.cta->operands[key];
   recent = key;
@@ -50,18 +50,23 @@ static Operand& operand(Warp& w, uint64_t desc, bool mn, int first, int rows) {
   auto& out = found.ranges;
   if (!out.empty()) return found;
   const Descriptor d(desc);
-  std::vector<uint32_t> chunks;
+  std::vector<uint64_t> chunks(w.vm->smem_end / 1024 + 1);  // a bit for each 16 bytes
+  uint32_t low = ~0u, high = 0;
+  const auto add = [&](uint32_t addr) {
+    shared_bounds(w, addr, 16, "wgmma operand");
+    chunks[addr / 1024] |= 1ull << addr / 16 % 64;
+    low = std::min(low, addr);
+    high = std::max(high, addr);
+  };
   if (mn) {
     for (int k = 0; k < 16; k++)
-      for (int j = first / 8; j < (first + rows) / 8; j++) chunks.push_back(d.mn_major(j, k));
+      for (int j = first / 8; j < (first + rows) / 8; j++) add(d.mn_major(j, k));
   } else {
     for (int r = first; r < first + rows; r++)
-      for (int c = 0; c < 2; c++) chunks.push_back(d.k_major(r, c));
+      for (int c = 0; c < 2; c++) add(d.k_major(r, c));
   }
-  std::sort(chunks.begin(), chunks.end());
-  for (const uint32_t addr : chunks) {
-    shared_bounds(w, addr, 16, "wgmma operand");
-    if (!out.empty() && addr < out.back().addr + out.back().bytes) continue;
+  for (uint32_t addr = low; addr <= high; addr += 16) {
+    if (!(chunks[addr / 1024] >> addr / 16 % 64 & 1)) continue;
     if (!out.empty() && addr == out.back().addr + out.back().bytes) out.back().bytes += 16;
     else out.push_back({addr, 16});
   }
