@@ -160,6 +160,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   template <bool kJoin>
   __device__ __forceinline__ bool begin_tile(const PrefillTile &t, int keep) {
     const int end = seen_end(t);
+    this->enter(t);
     pass_keys(t.n_end - end);
     multiply<kJoin>(keep);
     const bool wild = this->fold_first(t, end - 1);
@@ -244,6 +245,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   }
   __device__ __forceinline__ void attend_again(const PrefillTile &t) {
     c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
+    this->enter(t);
     for (int n = t.n_end - 1; n >= t.n_begin; --n) {
       const Operands from = operands();
       wait_keys();
@@ -273,7 +275,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     RowResult result[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      result[h] = Rows::conclude_row(t, c[h], part[h], 1.f);
+      result[h] = Rows::conclude_row(t, c[h], part[h], Rows::value_factor(t));
       norm[h] = row_of(t, h).finish(result[h]);
     }
     if (S::kStaged && t.staged) {

@@ -78,6 +78,7 @@ struct PrefillEarlyCompute : PrefillCompute<V> {
   template <bool kJoin>
   __device__ __forceinline__ bool begin_tile(const PrefillTile &t, int keep) {
     const int end = seen_end(t);
+    this->enter(t);
     pass_keys(t.n_end - end);
     this->template multiply<kJoin>(keep);
     const auto output = [&] {
@@ -126,7 +127,8 @@ struct PrefillEarlyCompute : PrefillCompute<V> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const OutputRow to = row_of(t, h);
-      last.norm[h] = to.template finish<true>(Rows::conclude_row(t, c[h], sum[h], 1.f));
+      const float by = Rows::value_factor(t);
+      last.norm[h] = to.template finish<true>(Rows::conclude_row(t, c[h], sum[h], by));
       if (to.token < t.q_len) last.test = fmaf(sum[h], 0.f, last.test);
     }
     return last;

@@ -27,12 +27,30 @@ struct PrefillRows : TileRows<V::kKeys> {
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane, Rows::s, Rows::c, Rows::sum;
   using Rows::token, Rows::head;
 
-  float scale;  // of scores, to base 2; of modified ones 1
+  float scale;    // of scores, to base 2; of modified ones 1
+  float natural;  // of scores over an 8-bit cache
   float o[kDv / 2];
   u32 weight[kKeys / 16][4];
 
   __device__ __forceinline__ PrefillRows(const AttentionParams &p, int pack_shift, int warpgroup)
       : Rows(p, pack_shift, warpgroup), scale(V::kScoreMod ? 1.f : p.softmax_scale * kLog2e) {}
+
+  // Over an 8-bit cache every tile has factors of its own.
+  __device__ __forceinline__ void enter(const PrefillTile &t) {
+    if constexpr (V::kWiden) {
+      // Its sign is that of the widened keys. Never 0, as it meets -inf.
+      natural = fmaxf(fabsf(score_scale(p, t.request, t.kv_head)), 1e-30f);
+      if constexpr (!V::kScoreMod) scale = natural * kLog2e;
+    }
+  }
+  __device__ __forceinline__ float score_factor() const {
+    if constexpr (V::kWiden) return natural;
+    return p.softmax_scale;
+  }
+  __device__ __forceinline__ float value_factor(const PrefillTile &t) const {
+    if constexpr (V::kWiden) return value_scale(p, t.request, t.kv_head);
+    return 1.f;
+  }
 
   // ---- scores
 
@@ -62,13 +80,13 @@ struct PrefillRows : TileRows<V::kKeys> {
   }
 
   __device__ __forceinline__ SoftCap soft_cap() const {
-    return SoftCap(p.softmax_scale / p.softcap, p.softcap * kLog2e);
+    return SoftCap(score_factor() / p.softcap, p.softcap * kLog2e);
   }
 
   // Soft cap and ALiBi; scores are to base 2 then.
   __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
     if constexpr (V::kScoreMod) {
-      Rows::modify_scores(t, n, p.softmax_scale, [&](int h) { return Rows::load_slope(t, h); });
+      Rows::modify_scores(t, n, score_factor(), [&](int h) { return Rows::load_slope(t, h); });
     }
   }
 

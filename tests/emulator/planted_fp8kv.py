@@ -1,0 +1,137 @@
+"""Bugs planted in the Hopper prefill over an 8-bit cache."""
+
+# ruff: noqa: E501  (a bug a line)
+
+from __future__ import annotations
+
+from cupyflash.testing import Case
+
+from .planted import Planted
+
+__all__ = ["PLANTED_FP8KV"]
+
+KERNEL = "attention_fwd_sm90_widen.cu"
+_TILES = Case(lengths=((140, 400),), num_heads_kv=1, group_size=2, head_dim=64, causal=True,
+              descale=True, q_type="bf16", kv_type="e4m3")  # fmt: skip
+_TAIL = _TILES.replace(lengths=((33, 0), (70, 7)), causal=False)  # tiles with rows of others
+_HEADS = _TILES.replace(lengths=((140, 30),), num_heads_kv=2, group_size=1, head_dim=128)
+_WIDE = _TILES.replace(head_dim=256, lengths=((140, 100),))
+_CAP = _HEADS.replace(softcap=5.0)
+
+
+PLANTED_FP8KV = [
+    Planted("fp8kv: nothing", KERNEL, "", "", _TILES),
+    Planted("fp8kv: nothing, with tails", KERNEL, "", "", _TAIL),
+    Planted(
+        "fp8kv: keys are widened before they are there",
+        KERNEL,
+        r"mbarrier_wait\(shared_address\(&r\.key_full\[raw\.slot\]\), raw\.parity\);",
+        ";",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: values are widened before they are there",
+        KERNEL,
+        r"mbarrier_wait\(shared_address\(&r\.value_full\[raw\.slot\]\), raw\.parity\);",
+        ";",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: keys over those that are multiplied",
+        KERNEL,
+        r"mbarrier_wait\(shared_address\(&wide\.key_empty\[k\.slot\]\)[^;]*;",
+        ";",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: values over those that are multiplied",
+        KERNEL,
+        r"mbarrier_wait\(shared_address\(&wide\.value_empty\[v\.slot\]\)[^;]*;",
+        ";",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: stored keys over those that are widened",
+        KERNEL,
+        r"mbarrier_wait\(shared_address\(&empty\[at\.slot\]\), at\.parity \^ 1\);\n        const u32",
+        "const u32",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: one of two warps is enough",
+        KERNEL,
+        r"key_full\[i\]\), V::kFillers\)",
+        "key_full[i]), 1)",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: a buffer is free when one of two warps is done with it",
+        KERNEL,
+        r"value_empty\[i\]\), V::kFillers\)",
+        "value_empty[i]), 1)",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: no proxy fence after widening",
+        KERNEL,
+        r"    fence_async_proxy\(\);\n    __syncwarp\(\);\n    if \(lane == 0\) \{\n      mbarrier_arrive\(shared_address\(&full\)",
+        "    __syncwarp();\n    if (lane == 0) {\n      mbarrier_arrive(shared_address(&full)",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: a tile is there when one lane's part is",
+        KERNEL,
+        r"    fence_async_proxy\(\);\n    __syncwarp\(\);\n    if \(lane == 0\) \{\n      mbarrier_arrive\(shared_address\(&full\)",
+        "    fence_async_proxy();\n    if (lane == 0) {\n      mbarrier_arrive(shared_address(&full)",
+        _TILES,
+    ),
+    Planted(
+        "fp8kv: rows of nobody are not cleared",
+        KERNEL,
+        r"if \(begin > 0 \|\| end < kKeys\)",
+        "if (false)",
+        _TAIL,
+    ),
+    Planted(
+        "fp8kv: one row of nobody is taken",
+        KERNEL,
+        r"row < begin \|\| row >= end\)",
+        "row < begin || row > end)",
+        _TAIL,
+    ),
+    Planted(
+        "fp8kv: one key's factor for all heads",
+        KERNEL,
+        r"natural = fmaxf\(fabsf\(score_scale\(p, t\.request, t\.kv_head\)\)",
+        "natural = fmaxf(fabsf(score_scale(p, t.request, 0))",
+        _HEADS,
+    ),
+    Planted(
+        "fp8kv: keys' factors are not those of the capped scores",
+        KERNEL,
+        r"if constexpr \(V::kWiden\) return natural;",
+        "",
+        _CAP,
+    ),
+    Planted(
+        "fp8kv: values without their factor",
+        KERNEL,
+        r"if constexpr \(V::kWiden\) return value_scale\(p, t\.request, t\.kv_head\);",
+        "",
+        _HEADS,
+    ),
+    Planted(
+        "fp8kv: panels swapped",
+        KERNEL,
+        r"to \+ j / 2 \* 2 \* kPanelBytes",
+        "to + (j / 2 ^ 1) * 2 * kPanelBytes",
+        _WIDE,
+    ),
+    Planted(
+        "fp8kv: the swizzle of one row for all",
+        KERNEL,
+        r"return row \* 128 \+ \(\(chunk \^ row\) << 4\);",
+        "return row * 128 + (chunk << 4);",
+        _TILES,
+    ),
+]
