@@ -77,6 +77,7 @@ class _Costs(NamedTuple):
 
 
 _COSTS = _Costs()
+_COSTS_8_BIT = _Costs(alone=6.2, alone_shared=0.157, own=0.28, block=1.2)
 _LEAST_GAIN, _LEAST_RATIO = 2.5, 0.1  # microseconds; of plain decode
 _BLOCK_KEYS, _BLOCK_ROWS, _TILE_KEYS, _OWN_WARPS = 64, 128, 16, 4
 
@@ -91,6 +92,7 @@ def predict_microseconds(
     *,
     num_sms: int = 132,
     scheduled: bool = True,
+    cache_itemsize: int = 2,
 ) -> tuple[float, float]:
     """What attention of a step costs without and with its prefix read once, on an H200.
 
@@ -104,20 +106,22 @@ def predict_microseconds(
     query_lens, seq_lens : sequence of int
         Query tokens and keys of each request.
     num_query_heads, num_kv_heads, head_size : int
-        Of a cache with 16 bits an element.
     num_sms : int
     scheduled : bool
         Whether the schedule is made once for many layers; see `get_prefix_schedule`.
+    cache_itemsize : int
+        Bytes of an element of the cache: 2 or 1.
 
     Returns
     -------
     alone, shared : float
         Microseconds.
     """
-    c = _COSTS
+    c = _COSTS_8_BIT if cache_itemsize == 1 else _COSTS
     queries, keys = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
     requests, total_own = len(queries), int(np.maximum(keys - common_prefix_len, 0).sum())
-    group, megabyte = num_query_heads // num_kv_heads, num_kv_heads * head_size * 4 / 1e6
+    megabyte = num_kv_heads * head_size * 2 * cache_itemsize / 1e6
+    group = num_query_heads // num_kv_heads
     rows = int(queries.sum()) * group
     alone = c.alone + megabyte * (
         c.alone_own * total_own + c.alone_shared * requests * common_prefix_len
@@ -143,6 +147,7 @@ def shared_prefix_pays(
     *,
     num_sms: int = 132,
     scheduled: bool = True,
+    cache_itemsize: int = 2,
 ) -> bool:
     """Whether reading a shared prefix once is faster on compute capability 9.0, as measured.
 
@@ -152,7 +157,7 @@ def shared_prefix_pays(
     ----------
     common_prefix_len, query_lens, seq_lens, num_query_heads, num_kv_heads, head_size
         As `predict_microseconds`.
-    num_sms, scheduled
+    num_sms, scheduled, cache_itemsize
         As `predict_microseconds`.
 
     Returns
@@ -163,6 +168,6 @@ def shared_prefix_pays(
         return False
     alone, shared = predict_microseconds(
         common_prefix_len, query_lens, seq_lens, num_query_heads, num_kv_heads, head_size,
-        num_sms=num_sms, scheduled=scheduled,
+        num_sms=num_sms, scheduled=scheduled, cache_itemsize=cache_itemsize,
     )  # fmt: skip
     return alone - shared >= max(_LEAST_GAIN, _LEAST_RATIO * alone)

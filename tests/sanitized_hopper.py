@@ -71,8 +71,16 @@ def shared() -> Calls:
         yield partial(cascade, *made, prefix_scheduler_metadata=schedule_of(*made))
 
 
+def shared_eight_bit() -> Calls:
+    """Of 8-bit caches: more blocks than stages, warpgroups together and in turns."""
+    for requests, head_dim in ((20, 128), (3, 64)):
+        changes = {"kv_type": "e4m3", "head_dim": head_dim, "lengths": ((1, 720),) * requests}
+        made = make_shared(SHARED.replace(**changes), [(list(range(requests)), 640)], cupy)
+        yield partial(cascade, *made)
+
+
 KINDS = {"decode": decode, "eight_bit": eight_bit, "mixed": mixed, "latent": latent,
-         "shared": shared}  # fmt: skip
+         "shared": shared, "shared_eight_bit": shared_eight_bit}  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -85,6 +85,18 @@ def test_when_a_shared_prefix_was_faster(requests, prefix, own, pays):
     assert shared_prefix_pays(prefix, *lengths, 32, 8, 128) is pays
 
 
+@pytest.mark.parametrize(
+    ("requests", "prefix", "own", "pays"),
+    [
+        (64, 8192, 256, True), (256, 4096, 512, True), (16, 32768, 128, True),
+        (8, 2048, 512, False), (64, 0, 256, False), (1, 8192, 16, False),
+    ],
+)  # fmt: skip
+def test_when_a_shared_prefix_of_an_8_bit_cache_was_faster(requests, prefix, own, pays):
+    lengths = [1] * requests, [prefix + own] * requests
+    assert shared_prefix_pays(prefix, *lengths, 32, 8, 128, cache_itemsize=1) is pays
+
+
 def test_a_schedule_for_each_call_has_to_be_won_back():
     lengths = [1] * 8, [8192 + 16] * 8
     alone, once = predict_microseconds(8192, *lengths, 32, 8, 128)

@@ -88,6 +88,7 @@ class PrefixSharing:
         return shared_prefix_pays(
             prefix, queries, keys, self.group.num_heads_q, spec.num_kv_heads, spec.head_size,
             num_sms=num_sms, scheduled=self.scheduled,
+            cache_itemsize=1 if spec.storage_type.is_fp8 else 2,
         )  # fmt: skip
 
     def _problem(self, common: CommonAttentionMetadata) -> Any:
