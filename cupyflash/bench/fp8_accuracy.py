@@ -22,16 +22,16 @@ KINDS = ("normal", "outlier", "positive mean")
 
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 WEIGHTS = (0.1, 0.03, 0.01, 0.003, 0.001)
-_ROWS, _HEADS, _DIM, _CODES = 256, 2, 128, 1024
+_ROWS, _HEADS, _CODES = 256, 2, 1024
 
 Result = dict[str, Any]
 
 
-def _draw(kind: str, keys: int, seed: int) -> list[Any]:
+def _draw(kind: str, keys: int, seed: int, dim: int) -> list[Any]:
     import cupy as cp
 
     rng = cp.random.default_rng(seed)
-    drawn = [rng.standard_normal((n, _HEADS, _DIM), dtype=np.float32) for n in (_ROWS, keys, keys)]
+    drawn = [rng.standard_normal((n, _HEADS, dim), dtype=np.float32) for n in (_ROWS, keys, keys)]
     if kind == "outlier":
         for x in drawn:
             rare = rng.random(x.shape, dtype=np.float32) < 1e-3
@@ -62,7 +62,7 @@ def _right(bits: list[Any], scales: list[float]) -> Any:
     q, k, v = (_values(x, scale) for x, scale in zip(bits, scales, strict=True))
     out = cp.empty(q.shape)
     for head in range(q.shape[1]):
-        score = q[:, head] @ k[:, head].T * _DIM**-0.5
+        score = q[:, head] @ k[:, head].T * q.shape[2] ** -0.5
         weight = cp.exp(score - score.max(axis=1, keepdims=True))
         out[:, head] = weight @ v[:, head] / weight.sum(axis=1, keepdims=True)
     return out
@@ -107,7 +107,7 @@ def _outputs(
         yield name, cp.asarray(out.get().astype(np.float64))
 
 
-def errors(peers: Path | None = None, seeds: int = 2) -> list[Result]:
+def errors(peers: Path | None = None, seeds: int = 2, head_dim: int = 128) -> list[Result]:
     """Root mean square errors over those of the right answer, by data and number of keys.
 
     ``bias`` is the mean of the result over the right one, minus 1.
@@ -119,7 +119,7 @@ def errors(peers: Path | None = None, seeds: int = 2) -> list[Result]:
         for keys in LENGTHS:
             squares: dict[str, list[tuple[float, float]]] = {}
             for seed in range(seeds):
-                bits, scales = _quantised(_draw(kind, keys, 1000 * seed + keys))
+                bits, scales = _quantised(_draw(kind, keys, 1000 * seed + keys, head_dim))
                 right = _right(bits, scales)
                 size = float(cp.linalg.norm(right))
                 for name, out in _outputs(_providers(peers), bits, scales):
@@ -133,7 +133,9 @@ def errors(peers: Path | None = None, seeds: int = 2) -> list[Result]:
     return found
 
 
-def needles(peers: Path | None = None, keys: int = LENGTHS[-1]) -> list[Result]:
+def needles(
+    peers: Path | None = None, keys: int = LENGTHS[-1], head_dim: int = 128
+) -> list[Result]:
     """How often a key of little weight is found again among ``keys``.
 
     The value of one key a query is a code of signs; all others have mean 1. Found is it where the
@@ -142,8 +144,8 @@ def needles(peers: Path | None = None, keys: int = LENGTHS[-1]) -> list[Result]:
     import cupy as cp
 
     rng = cp.random.default_rng(5)
-    q, k, v = _draw("positive mean", keys, 5)
-    book = cp.sign(rng.standard_normal((_CODES, _DIM), dtype=np.float32))
+    q, k, v = _draw("positive mean", keys, 5, head_dim)
+    book = cp.sign(rng.standard_normal((_CODES, head_dim), dtype=np.float32))
     order = np.random.default_rng(6)
     where = cp.asarray(order.choice(keys, _ROWS, replace=False))
     mine = cp.asarray(order.integers(0, _CODES, _ROWS))
@@ -152,7 +154,7 @@ def needles(peers: Path | None = None, keys: int = LENGTHS[-1]) -> list[Result]:
     for weight in WEIGHTS:
         score = np.log(weight / (1 - weight)) + np.log(keys) + 0.5
         hidden = k.copy()
-        hidden[where] = q * (score * _DIM**0.5 / (q**2).sum(axis=2, keepdims=True))
+        hidden[where] = q * (score * head_dim**0.5 / (q**2).sum(axis=2, keepdims=True))
         bits, scales = _quantised([q, hidden, v])
         mean = _values(bits[2], scales[2]).mean()
 
@@ -189,8 +191,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--peers-folder", type=Path)
+    parser.add_argument("--head-dim", type=int, default=128)
     given = parser.parse_args(arguments)
-    found: Result = {"needles": needles(given.peers_folder), "errors": errors(given.peers_folder)}
+    found: Result = {
+        "needles": needles(given.peers_folder, head_dim=given.head_dim),
+        "errors": errors(given.peers_folder, head_dim=given.head_dim),
+    }
     for row in (*found["needles"], *found["errors"]):
         sys.stdout.write(json.dumps(row) + "\n")
     if given.json:
