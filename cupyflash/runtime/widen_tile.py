@@ -15,8 +15,8 @@ __all__ = ["WidenTile", "widen_refusal", "widen_tile", "widen_variants"]
 _ARCH = "sm_90a"
 _ALIGNMENT = 1024
 _ROWS = 128
-# Of a thread that loads, one that widens and one that computes.
-_REGISTERS = (40, 56, 208)
+# Of a thread that loads, one that widens and one that computes, by whether that holds queries.
+_REGISTERS = {False: (40, 56, 208), True: (32, 32, 224)}
 _REST_BYTES = 2048  # of shared memory besides the tiles: PrefillShared::Rest, WidenShared::Raw
 
 
@@ -34,6 +34,9 @@ class WidenTile:
         Keys, or values, that come together as they are stored, and buffers of them.
     query_stages, stages : int
         Buffers of queries, and of keys and of values that are multiplied.
+    held : bool
+        Whether queries are kept in registers: products of keys read half as much of shared memory,
+        which what is widened passes twice.
     rows : int
         Of queries.
     """
@@ -45,6 +48,7 @@ class WidenTile:
     raw_stages: int
     query_stages: int = 1
     stages: int = 2
+    held: bool = False
     rows: int = _ROWS
 
     @property
@@ -65,14 +69,16 @@ class WidenTile:
         same = self.head_dim == self.head_dim_v
         shape = f"d{self.head_dim}" + ("" if same else f"_{self.head_dim_v}")
         name = f"attention_fwd_sm90_{kind.name}_{cache.name}_{shape}_n{self.keys}"
-        load, widen, compute = _REGISTERS
+        load, widen, compute = _REGISTERS[self.held]
+        # Widening to fp16 takes a quarter of the instructions that it takes to bf16.
+        products = FP16 if self.held and not score_mod else kind
         return Variant(
             "attention_fwd_sm90_widen.cu",
             name + ("_mod" if score_mod else ""),
             _ARCH,
             (
                 ("COMPUTE_REGISTERS", compute),
-                ("COMPUTE_TYPE", kind.code),
+                ("COMPUTE_TYPE", products.code),
                 ("HEAD_DIM", self.head_dim),
                 ("HEAD_DIM_V", self.head_dim_v),
                 ("KEY_STAGES", self.stages),
@@ -80,7 +86,9 @@ class WidenTile:
                 ("KV_TYPE", cache.code),
                 ("LOAD_REGISTERS", load),
                 ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+                ("QUERIES_HELD", int(self.held)),
                 ("QUERY_STAGES", self.query_stages),
+                ("QUERY_TYPE", kind.code),
                 ("RAW_ROWS", self.raw_rows),
                 ("RAW_STAGES", self.raw_stages),
                 ("SCORE_MOD", int(score_mod)),
@@ -92,15 +100,20 @@ class WidenTile:
         )
 
 
+# At 512 threads a product of 256 columns does not compile (its 128 registers are all that a thread
+# begins with), so larger heads are left to the portable kernel.
 _TILES = (
-    WidenTile(64, 64, 128, 64, 4, query_stages=3, stages=3),
-    WidenTile(128, 128, 128, 64, 2, query_stages=2),
+    WidenTile(64, 64, 128, 64, 4, query_stages=3, stages=3, held=True),
+    WidenTile(128, 128, 128, 64, 2, query_stages=2, held=True),
     WidenTile(192, 128, 96, 48, 2),
     WidenTile(192, 192, 80, 16, 5),
-    WidenTile(256, 256, 64, 32, 2),
 )
 # Modified scores take registers.
-_MOD_TILES = (*_TILES[:4], WidenTile(256, 256, 48, 16, 3))
+_MOD_TILES = (
+    _TILES[0],
+    WidenTile(128, 128, 96, 48, 2, query_stages=2, held=True),
+    *_TILES[2:],
+)
 
 
 def widen_variants(params_nbytes: int) -> Iterator[Variant]:

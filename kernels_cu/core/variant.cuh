@@ -92,6 +92,8 @@ struct PrefillVariant {
   static constexpr bool kTurns = TURNS;          // the warpgroups issue their products in turns
   static constexpr bool kScoreMod = SCORE_MOD;   // soft cap or ALiBi
   static constexpr bool kWiden = false;          // an 8-bit cache
+  static constexpr ScalarType kQuery = kCompute;  // of q and out
+  static constexpr bool kHold = false, kNarrow = false;
   static constexpr int kFillers = 1;             // warps that fill a buffer of keys or values
   static constexpr int kExtraThreads = 0;        // besides those that load and compute
   static constexpr int kSharedBytes = SMEM_NBYTES;
@@ -120,6 +122,9 @@ struct WidenVariant {
   static constexpr bool kTurns = true;
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
   static constexpr bool kWiden = true;
+  static constexpr ScalarType kQuery = static_cast<ScalarType>(QUERY_TYPE);  // of q and out
+  static constexpr bool kHold = QUERIES_HELD;           // in registers
+  static constexpr bool kNarrow = kQuery != kCompute;  // bf16 to fp16 there
   static constexpr int kFillers = 2;
   static constexpr int kExtraThreads = 128;
   static constexpr int kSharedBytes = SMEM_NBYTES;
@@ -127,6 +132,7 @@ struct WidenVariant {
 };
 static_assert(WidenVariant::kCompute == kFp16 || WidenVariant::kCompute == kBf16, "");
 static_assert(WidenVariant::kCache >= kE4m3, "");
+static_assert(!WidenVariant::kNarrow || (WidenVariant::kHold && !SCORE_MOD), "");
 static_assert(KEY_TILE % RAW_ROWS == 0 && RAW_ROWS % 16 == 0, "two warps widen a part");
 #endif
 
@@ -142,6 +148,7 @@ struct Fp8Variant {
   static constexpr int kTurnedStages = TURNED_STAGES;  // transposed
   static constexpr int kColumns = COLUMNS;  // of O at a time; 0: all, beside the next scores
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
+  static constexpr bool kWiden = false, kHold = false, kNarrow = false;
   static constexpr int kLoadRegisters = LOAD_REGISTERS, kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = FP8_PREFILL_NBYTES;

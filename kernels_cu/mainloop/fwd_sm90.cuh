@@ -20,7 +20,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   // The next queries take the place of those of this tile: its last output does not wait for them.
   static constexpr bool kOneBuffer = V::kQueryStages == 1;
   static constexpr bool kPasses = kKeys < V::kTileRows;  // else causal tiles end with their keys
-  static constexpr ScalarType kType = V::kCompute;
+  static constexpr ScalarType kType = V::kQuery;
   using typename Pipeline::Operands;
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane;
   using Rows::o, Rows::weight, Rows::c, Rows::sum;
@@ -70,7 +70,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     const u64 values = matrix_descriptor(from.values, kKeys * 128, 1024);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      Wgmma<kDv>::template registers<kType>(o, weight[i], values + i * 2048 / 16,
+      Wgmma<kDv>::template registers<V::kCompute>(o, weight[i], values + i * 2048 / 16,
                                             i > 0 ? 1 : keep);
     }
     wgmma_commit();
@@ -161,6 +161,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   __device__ __forceinline__ bool begin_tile(const PrefillTile &t, int keep) {
     const int end = seen_end(t);
     this->enter(t);
+    this->hold_queries();
     pass_keys(t.n_end - end);
     multiply<kJoin>(keep);
     const bool wild = this->fold_first(t, end - 1);
@@ -246,6 +247,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   __device__ __forceinline__ void attend_again(const PrefillTile &t) {
     c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
     this->enter(t);
+    this->hold_queries();
     for (int n = t.n_end - 1; n >= t.n_begin; --n) {
       const Operands from = operands();
       wait_keys();

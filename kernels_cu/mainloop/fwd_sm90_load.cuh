@@ -7,6 +7,7 @@
 template <class V>
 struct PrefillShared : AlignedShared {
   static constexpr ScalarType kType = V::kCompute;
+  static constexpr bool kHold = V::kHold, kNarrow = V::kNarrow;
   static constexpr int kQueryStages = V::kQueryStages, kStages = V::kStages, kKeys = V::kKeys;
   static constexpr int kKeyStages = kStages, kOperandStages = kStages;
   static constexpr int kTiles = kTilesKept;

@@ -26,8 +26,9 @@ struct WidenShared : PrefillShared<V> {
   struct Raw {
     u64 key_full[kRawStages], key_empty[kRawStages];
     u64 value_full[kRawStages], value_empty[kRawStages];
-    i32 sign[kRawStages];                     // -1: keys are negated; kStop: no more keys
-    i32 from[kRawStages], until[kRawStages];  // rows of values that count; from kStop: no more
+    // Of a tile, with its first part: -1, keys are negated; rows of values that count. Of `sign` and
+    // `from` kStop: no more.
+    i32 sign[kRawStages], from[kRawStages], until[kRawStages];
   };
   static constexpr int kRawAt = Base::kRestAt + (sizeof(typename Base::Rest) + 7) / 8 * 8;
   static constexpr int kRawKeysAt = (kRawAt + static_cast<int>(sizeof(Raw)) + 1023) / 1024 * 1024;
@@ -112,8 +113,8 @@ struct WidenLoader : PrefillLoader<V> {
             if (kOfKeys) {
               r.sign[at.slot] = factor < 0.f ? -1 : 1;
             } else {
-              r.from[at.slot] = max(0, t.own_begin - part * kRows);
-              r.until[at.slot] = t.own_end - part * kRows;
+              r.from[at.slot] = max(0, t.own_begin - n * V::kKeys);
+              r.until[at.slot] = t.own_end - n * V::kKeys;
             }
             mbarrier_arrive_expect(barrier, kBytes);
           }
@@ -150,20 +151,19 @@ struct PrefillWidener {
   __device__ __forceinline__ void run_keys() const {
     typename S::Raw &r = shared.raw();
     typename S::Rest &wide = shared.rest();
+    int sign = 0;
 #pragma unroll 1
     for (Place at;; ++at.count) {
       mbarrier_wait(shared_address(&r.key_full[at.raw()]), at.raw_parity());
-      const int sign = note(r.sign[at.raw()]);
+      if (at.part() == 0) sign = note(r.sign[at.raw()]);
       if (sign == kStop) return;
-      if (at.part() == 0) {
-        mbarrier_wait(shared_address(&wide.key_empty[at.slot()]), at.parity() ^ 1);
-      }
       const u32 from = shared.raw_keys(at.raw());
       const u32 to = shared.keys(at.slot()) + at.part() * kRows * 128;
+      const auto wait = [&] { wait_empty(at, wide.key_empty[at.slot()]); };
       if (sign < 0) {
-        widen<V::kHeadDim>(from, to, [](auto &step) { step.negate(); });
+        widen<V::kHeadDim>(from, to, wait, [](auto &step) { step.negate(); });
       } else {
-        widen<V::kHeadDim>(from, to, [](auto &) {});
+        widen<V::kHeadDim>(from, to, wait, [](auto &) {});
       }
       hand_on(at, wide.key_full[at.slot()], r.key_empty[at.raw()]);
     }
@@ -172,18 +172,17 @@ struct PrefillWidener {
   __device__ __forceinline__ void run_values() const {
     typename S::Raw &r = shared.raw();
     typename S::Rest &wide = shared.rest();
+    int begin = 0, end = 0;
 #pragma unroll 1
     for (Place at;; ++at.count) {
       mbarrier_wait(shared_address(&r.value_full[at.raw()]), at.raw_parity());
-      const int begin = note(r.from[at.raw()]), end = note(r.until[at.raw()]);
+      if (at.part() == 0) begin = note(r.from[at.raw()]), end = note(r.until[at.raw()]);
       if (begin == kStop) return;
-      if (at.part() == 0) {
-        mbarrier_wait(shared_address(&wide.value_empty[at.slot()]), at.parity() ^ 1);
-      }
-      const u32 from = shared.raw_values(at.raw());
-      const u32 to = shared.operand(at.slot()) + at.part() * kRows * 128;
-      if (begin > 0 || end < kRows) clear_rows(from, begin, end);
-      widen<V::kHeadDimV>(from, to, [](auto &) {});
+      const u32 from = shared.raw_values(at.raw()), first = at.part() * kRows;
+      const u32 to = shared.operand(at.slot()) + first * 128;
+      if (begin > 0 || end < kKeys) clear_rows(from, begin - first, end - first);
+      widen<V::kHeadDimV>(
+          from, to, [&] { wait_empty(at, wide.value_empty[at.slot()]); }, [](auto &) {});
       hand_on(at, wide.value_full[at.slot()], r.value_empty[at.raw()]);
     }
   }
@@ -206,14 +205,20 @@ struct PrefillWidener {
     return __shfl_sync(0xffffffffu, lane == 0 ? at : 0, 0);
   }
 
+  // Before the first part of a tile.
+  __device__ __forceinline__ void wait_empty(const Place &at, const u64 &empty) const {
+    if (at.part() == 0) mbarrier_wait(shared_address(&empty), at.parity() ^ 1);
+  }
+
   // The buffer is given back; with its last part a tile is there.
   __device__ __forceinline__ void hand_on(const Place &at, const u64 &full,
                                           const u64 &empty) const {
-    fence_async_proxy();
+    const bool last = at.part() == S::kParts - 1;
+    if (last) fence_async_proxy();
     __syncwarp();
     if (lane == 0) {
       mbarrier_arrive(shared_address(&empty));
-      if (at.part() == S::kParts - 1) mbarrier_arrive(shared_address(&full));
+      if (last) mbarrier_arrive(shared_address(&full));
     }
   }
 
@@ -228,41 +233,35 @@ struct PrefillWidener {
         store_shared16(from + row * 128 + i % 8 * 16, zero);
       }
     }
+    fence_async_proxy();  // they are loaded over
     __syncwarp();
   }
 
-  // This warp's half of a part. change(step) comes in between.
-  template <int kDim, class Change>
-  __device__ __forceinline__ void widen(u32 from, u32 to, Change change) const {
+  // This warp's half of a part. wait() comes before the first store, change(step) before each. Loads are asked for kAhead steps
+  // before they are used: next to the products each takes hundreds of cycles.
+  template <int kDim, class Wait, class Change>
+  __device__ __forceinline__ void widen(u32 from, u32 to, Wait wait, Change change) const {
     constexpr int kPanels = (kDim + 63) / 64, kPanelBytes = kKeys * 128;
     constexpr int kColumns = kPanels == 1 ? 64 : 128, kParts = kColumns / 64;
     using Step = WidenStep<V::kCache, kColumns, V::kCompute>;
-    constexpr int kOctets = kRows / 16;  // of this warp
-    // Loads that are under way together.
-    constexpr int kAtOnce = kPanels == 1 ? 4 : kPanels == 2 ? 2 : 1;
+    constexpr int kSteps = kRows / 16 * kPanels, kAhead = kSteps < 4 ? kSteps : 4;
     from += warp * 1024;
     to += warp * 1024;
-#pragma unroll 1
-    for (int first = 0; first < kOctets; first += kAtOnce) {
-      Step step[kAtOnce][kPanels];
+    Step step[kAhead];
+    const auto load = [&](int i, int at) {
+      const int panel = at % kPanels, octet = at / kPanels;
+      step[i].load(from + panel / 2 * kRows * 128 + octet * 2048, panel % 2 * (kParts - 1));
+    };
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kAhead; ++i) load(i, i);
+    wait();
 #pragma unroll
-        for (int j = 0; j < kPanels; ++j) {
-          if (kOctets % kAtOnce && first + i >= kOctets) break;
-          step[i][j].load(from + j / 2 * kRows * 128 + first * 2048, 2 * kParts * i + j % 2);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-        for (int j = 0; j < kPanels; ++j) {
-          if (kOctets % kAtOnce && first + i >= kOctets) break;
-          change(step[i][j]);
-          step[i][j].store(to + j / 2 * 2 * kPanelBytes + first * 2048, kPanelBytes,
-                           2 * kParts * i + j % 2);
-        }
-      }
+    for (int at = 0; at < kSteps; ++at) {
+      const int panel = at % kPanels, octet = at / kPanels;
+      change(step[at % kAhead]);
+      step[at % kAhead].store(to + panel / 2 * 2 * kPanelBytes + octet * 2048, kPanelBytes,
+                              panel % 2);
+      if (at + kAhead < kSteps) load(at % kAhead, at + kAhead);
     }
   }
 };

@@ -15,7 +15,7 @@ _TILES = Case(lengths=((140, 400),), num_heads_kv=1, group_size=2, head_dim=64, 
               descale=True, q_type="bf16", kv_type="e4m3")  # fmt: skip
 _TAIL = _TILES.replace(lengths=((33, 0), (70, 7)), causal=False)  # tiles with rows of others
 _HEADS = _TILES.replace(lengths=((140, 30),), num_heads_kv=2, group_size=1, head_dim=128)
-_WIDE = _TILES.replace(head_dim=256, lengths=((140, 100),))
+_WIDE = _TILES.replace(head_dim=192, lengths=((140, 100),))
 _CAP = _HEADS.replace(softcap=5.0)
 
 
@@ -25,35 +25,35 @@ PLANTED_FP8KV = [
     Planted(
         "fp8kv: keys are widened before they are there",
         KERNEL,
-        r"mbarrier_wait\(shared_address\(&r\.key_full\[raw\.slot\]\), raw\.parity\);",
+        r"mbarrier_wait\(shared_address\(&r\.key_full\[at\.raw\(\)\]\), at\.raw_parity\(\)\);",
         ";",
         _TILES,
     ),
     Planted(
         "fp8kv: values are widened before they are there",
         KERNEL,
-        r"mbarrier_wait\(shared_address\(&r\.value_full\[raw\.slot\]\), raw\.parity\);",
+        r"mbarrier_wait\(shared_address\(&r\.value_full\[at\.raw\(\)\]\), at\.raw_parity\(\)\);",
         ";",
         _TILES,
     ),
     Planted(
         "fp8kv: keys over those that are multiplied",
         KERNEL,
-        r"mbarrier_wait\(shared_address\(&wide\.key_empty\[k\.slot\]\)[^;]*;",
-        ";",
+        r"wait_empty\(at, wide\.key_empty\[at\.slot\(\)\]\);",
+        "",
         _TILES,
     ),
     Planted(
         "fp8kv: values over those that are multiplied",
         KERNEL,
-        r"mbarrier_wait\(shared_address\(&wide\.value_empty\[v\.slot\]\)[^;]*;",
-        ";",
+        r"wait_empty\(at, wide\.value_empty\[at\.slot\(\)\]\);",
+        "",
         _TILES,
     ),
     Planted(
         "fp8kv: stored keys over those that are widened",
         KERNEL,
-        r"mbarrier_wait\(shared_address\(&empty\[at\.slot\]\), at\.parity \^ 1\);\n        const u32",
+        r"mbarrier_wait\(shared_address\(&empty\[at\.slot\]\), at\.parity \^ 1\);\n          const u32",
         "const u32",
         _TILES,
     ),
@@ -74,30 +74,58 @@ PLANTED_FP8KV = [
     Planted(
         "fp8kv: no proxy fence after widening",
         KERNEL,
-        r"    fence_async_proxy\(\);\n    __syncwarp\(\);\n    if \(lane == 0\) \{\n      mbarrier_arrive\(shared_address\(&full\)",
-        "    __syncwarp();\n    if (lane == 0) {\n      mbarrier_arrive(shared_address(&full)",
+        r"if \(last\) fence_async_proxy\(\);",
+        "",
         _TILES,
     ),
     Planted(
         "fp8kv: a tile is there when one lane's part is",
         KERNEL,
-        r"    fence_async_proxy\(\);\n    __syncwarp\(\);\n    if \(lane == 0\) \{\n      mbarrier_arrive\(shared_address\(&full\)",
-        "    fence_async_proxy();\n    if (lane == 0) {\n      mbarrier_arrive(shared_address(&full)",
+        r"(if \(last\) fence_async_proxy\(\);\n)    __syncwarp\(\);",
+        r"\1",
         _TILES,
     ),
     Planted(
         "fp8kv: rows of nobody are not cleared",
         KERNEL,
-        r"if \(begin > 0 \|\| end < kKeys\)",
-        "if (false)",
+        r"if \(begin > 0 \|\| end < kKeys\) clear_rows",
+        "if (false) clear_rows",
         _TAIL,
     ),
     Planted(
         "fp8kv: one row of nobody is taken",
         KERNEL,
-        r"row < begin \|\| row >= end\)",
-        "row < begin || row > end)",
+        r"row % kRows >= end\)",
+        "row % kRows > end)",
         _TAIL,
+    ),
+    Planted(
+        "fp8kv: rows are read while they are cleared",
+        KERNEL,
+        r"(  // they are loaded over\n)    __syncwarp\(\);",
+        r"\1",
+        _TAIL,
+    ),
+    Planted(
+        "fp8kv: cleared rows are loaded over without a proxy fence",
+        KERNEL,
+        r"fence_async_proxy\(\);  // they are loaded over",
+        "",
+        _TAIL,
+    ),
+    Planted(
+        "fp8kv: the power of two of another row",
+        KERNEL,
+        r"narrowed\[h\] = fmaxf",
+        "narrowed[1 - h] = fmaxf",
+        _HEADS.replace(pattern="outlier"),
+    ),
+    Planted(
+        "fp8kv: queries of another step",
+        KERNEL,
+        r"held\[i\], \(at \^ i % 4 \* 32\)",
+        "held[i], (at + i % 4 * 32)",
+        _HEADS,
     ),
     Planted(
         "fp8kv: one key's factor for all heads",
