@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .oracle import visible
-from .requests import Float64, requests, to_numpy, unowned
+from .requests import Float64, Request, requests, to_numpy, unowned
 from .rounding import round_to
 from .tensor_core import eight_bit_products, eight_bit_sums
 
@@ -161,17 +162,33 @@ def varlen_baseline(
     out, lse : float64
         Values of ``out_dtype`` and float32, widened; rows of no request hold NaN.
     """
-    out, lse = unowned(q, k, v)
-    for request in requests(q, k, v, *args, **kwargs):
+    return baseline_of(
+        requests(q, k, v, *args, **kwargs),
+        *unowned(q, k, v),
+        p_dtype=p_dtype,
+        out_dtype=out_dtype,
+        p_phase=p_phase,
+        p_shift=p_shift,
+    )
+
+
+def baseline_of(
+    each: Iterable[Request],
+    out: Float64,
+    lse: Float64,
+    *,
+    p_dtype: Any,
+    **rounding: Any,
+) -> tuple[Float64, Float64]:
+    """``out`` and ``lse`` with the rows of each request."""
+    for request in each:
         out[request.rows], lse[:, request.rows] = attention_baseline(
             request.q,
             request.k,
             request.v,
             p_dtype=p_dtype,
-            out_dtype=out_dtype,
-            p_phase=p_phase,
-            p_shift=p_shift,
             descales=request.descales if np.dtype(p_dtype).itemsize == 1 else None,
+            **rounding,
             **request.options,
         )
     return out, lse

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from .baseline import PHASES, merge_baseline, varlen_baseline
+from .baseline import PHASES, baseline_of, merge_baseline
 from .compare import assert_within
-from .oracle import merge_oracle, varlen_oracle
-from .requests import Float64, Request, requests, to_numpy
+from .oracle import merge_oracle, oracle_of
+from .requests import Float64, Request, requests, to_numpy, unowned
 from .rounding import DTYPES
 
 __all__ = ["Expected", "expect_attention", "expect_merge"]
@@ -115,37 +115,39 @@ def expect_attention(
     one_byte = kind.itemsize == 1
     p = _named(p_dtype, DTYPES["fp16"] if one_byte else kind)
     o = _named(out_dtype, DTYPES["bf16"] if one_byte else kind)
-    out, lse = varlen_oracle(q, k, v, *args, **kwargs)
-    low_out, low_lse = _low_precision(out, p, o, (q, k, v, *args), kwargs)
+    each = list(requests(q, k, v, *args, **kwargs))
+    out, lse = oracle_of(each, *unowned(q, k, v))
+    low_out, low_lse = _low_precision(out, p, o, each)
     loss, largest = 0.0, 0.0
-    for request in requests(q, k, v, *args, **kwargs):
+    for request in each:
         loss = max(loss, _score_loss(request) + (_sum_loss(request) if p.itemsize < 4 else 0.0))
         largest = max(largest, float(np.abs(np.nan_to_num(request.v)).max(initial=0.0)))
     starts = args[1] if len(args) > 1 else kwargs["cu_seqlens_q"]
     return Expected(out, lse, low_out, low_lse, 2 * loss * largest, loss, starts)
 
 
-def _low_precision(
-    out: Float64, p: Any, o: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Float64, Float64]:
+def _low_precision(out: Float64, p: Any, o: Any, each: list[Request]) -> tuple[Float64, Float64]:
     """The baseline of ``out`` and of the LSE, with the worst error of several scales of P.
 
     Of 16 bits the scales are those by which the largest weight is rounded the furthest. That leaves
     nothing to chance, which is what the bound doubles a baseline's error for: such an error counts
     once, beside once that of the first scale.
     """
-    low, lse = varlen_baseline(*args, p_dtype=p, out_dtype=o, **kwargs)
+
+    def rounded(o: Any, **how: Any) -> tuple[Float64, Float64]:
+        empty = np.full_like(out, np.nan), np.full(out.shape[1::-1], np.nan)
+        return baseline_of(each, *empty, p_dtype=p, out_dtype=o, **how)
+
+    low, lse = rounded(o)
     if p.itemsize == 1:
         for phase in PHASES[1:]:
-            more, _ = varlen_baseline(*args, p_dtype=p, out_dtype=o, p_phase=phase, **kwargs)
+            more, _ = rounded(o, p_phase=phase)
             low = np.where(np.abs(more - out) > np.abs(low - out), more, low)
     elif p.itemsize == 2:
         with np.errstate(invalid="ignore"):
             first = error = np.abs(low - out)
             for way in (-1, 1):
-                more, _ = varlen_baseline(
-                    *args, p_dtype=p, out_dtype=np.float32, p_shift=way, **kwargs
-                )
+                more, _ = rounded(np.float32, p_shift=way)
                 error = np.fmax(error, (first + np.abs(more - out)) / 2)
             low = np.where(np.isfinite(error), out + error, low)
     return low, lse

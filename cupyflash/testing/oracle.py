@@ -6,12 +6,13 @@ judged by. Inputs count as they are stored, so only the computation under test i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .requests import Float64, decode, requests, to_numpy, unowned
+from .requests import Float64, Request, decode, requests, to_numpy, unowned
 from .rounding import DTYPES, saturate
 
 __all__ = ["attention_oracle", "merge_oracle", "varlen_oracle", "visible", "write_oracle"]
@@ -108,8 +109,12 @@ def varlen_oracle(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> tuple[Fl
     lse : float64 [num_heads_q, total_q]
         Rows of no request (past ``cu_seqlens_q[-1]``) hold NaN in both.
     """
-    out, lse = unowned(q, k, v)
-    for request in requests(q, k, v, *args, **kwargs):
+    return oracle_of(requests(q, k, v, *args, **kwargs), *unowned(q, k, v))
+
+
+def oracle_of(each: Iterable[Request], out: Float64, lse: Float64) -> tuple[Float64, Float64]:
+    """``out`` and ``lse`` with the rows of each request."""
+    for request in each:
         out[request.rows], lse[:, request.rows] = attention_oracle(
             request.q, request.k, request.v, **request.options
         )

@@ -136,8 +136,8 @@ def _sequence(
         raise TypeError("block_table needs seqused_k")
     table, page = to_numpy(block_table)[request], host.shape[1]
     tokens = np.zeros((used, *host.shape[2:]), host.dtype)
-    for token in range(used):
-        block = table[token // page]
-        if 0 <= block < host.shape[0]:  # a page that no query sees may be gone
-            tokens[token] = host[block, token % page]
+    at = np.arange(used)
+    block = table[at // page]
+    there = (block >= 0) & (block < host.shape[0])  # a page that no query sees may be gone
+    tokens[there] = host[block[there], at[there] % page]
     return tokens
