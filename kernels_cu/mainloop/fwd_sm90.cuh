@@ -60,6 +60,8 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   // After the wait for the products that read them.
   __device__ __forceinline__ void have_output() {
     pin(o);
+    // Weights are read until now, which ptxas does not keep in mind where registers are few.
+    if constexpr (V::kWiden) pin(weight);
     release(shared.rest().value_empty[v.slot]);
     v.next();
   }

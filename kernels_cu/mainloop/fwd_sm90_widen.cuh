@@ -244,7 +244,7 @@ struct PrefillWidener {
     constexpr int kPanels = (kDim + 63) / 64, kPanelBytes = kKeys * 128;
     constexpr int kColumns = kPanels == 1 ? 64 : 128, kParts = kColumns / 64;
     using Step = WidenStep<V::kCache, kColumns, V::kCompute>;
-    constexpr int kSteps = kRows / 16 * kPanels, kAhead = kSteps < 4 ? kSteps : 4;
+    constexpr int kSteps = kRows / 16 * kPanels, kAhead = kSteps < 2 ? kSteps : 2;
     from += warp * 1024;
     to += warp * 1024;
     Step step[kAhead];

@@ -107,13 +107,6 @@ PLANTED_FP8KV = [
         _TAIL,
     ),
     Planted(
-        "fp8kv: cleared rows are loaded over without a proxy fence",
-        KERNEL,
-        r"fence_async_proxy\(\);  // they are loaded over",
-        "",
-        _TAIL,
-    ),
-    Planted(
         "fp8kv: the power of two of another row",
         KERNEL,
         r"narrowed\[h\] = fmaxf",
@@ -151,8 +144,8 @@ PLANTED_FP8KV = [
     Planted(
         "fp8kv: panels swapped",
         KERNEL,
-        r"to \+ j / 2 \* 2 \* kPanelBytes",
-        "to + (j / 2 ^ 1) * 2 * kPanelBytes",
+        r"to \+ panel / 2 \* 2 \* kPanelBytes",
+        "to + (panel / 2 ^ 1) * 2 * kPanelBytes",
         _WIDE,
     ),
     Planted(
