@@ -14,6 +14,7 @@ from cupyflash import AttentionBounds
 from cupyflash.runtime.compile import compile_source, kernel_source
 from cupyflash.runtime.shared_plan import shared_plans
 from cupyflash.runtime.shared_tile import shared_fp8_variants
+from cupyflash.testing import expect_attention
 
 KERNEL = "attention_shared_sm90_fp16_e"
 FP8 = SHARED.replace(kv_type="e4m3", descale=True)
@@ -160,3 +161,12 @@ def test_a_warm_up_prepares_what_a_capture_needs():
     with emulated("sm_90", num_sms=2) as device:
         names = {plan.variant.symbol for plan in shared_plans(bounds.problem(), device.info, 2)}
     assert {f"attention_shared_sm90_fp16_e4m3_d128_r8{end}" for end in ("", "_ahead")} <= names
+
+
+def test_an_output_of_an_8_bit_query_in_fp16():
+    inputs, tree = make_shared(FP8.replace(q_type="e4m3"), LEVELS)
+    with emulated("sm_90", num_sms=2) as device:
+        cascade_out = np.zeros(inputs.placed["out"].view.shape, np.float16)
+        once(tree)(**inputs.args, out=cascade_out, lse=None)
+        assert through(KERNEL, device)
+    expect_attention(**inputs.args).check(cascade_out)

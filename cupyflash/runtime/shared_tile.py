@@ -114,7 +114,7 @@ class SharedTile:
     def stages(self) -> tuple[int, int, int]:
         """Blocks of shared keys that are multiplied; tiles of own keys, a warp; 8-bit blocks."""
         if self.cache.is_fp8:
-            return (2, 2, 4) if self.head_dim == 128 else (2, 4, 3)
+            return (3, 2, 2) if self.head_dim == 128 else (3, 4, 2)
         return (4, 2, 0) if self.head_dim == 128 else (5, 4, 0)
 
     @property

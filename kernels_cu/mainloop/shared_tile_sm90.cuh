@@ -119,9 +119,7 @@ struct SharedProducts {
     if (lane == 0) mbarrier_arrive(base + barriers + 8 * slot);
   }
   __device__ __forceinline__ void wait_for_values() const {
-    // Of two stages, those two behind are the next ones.
-    const bool earlier = before > slot || (kStages == 2 && before == slot);
-    mbarrier_wait(base + S::kValueFull + 8 * before, phase ^ (earlier ? 1u : 0u));
+    mbarrier_wait(base + S::kValueFull + 8 * before, phase ^ (before > slot ? 1u : 0u));
   }
   // A block that the other warpgroup takes.
   __device__ __forceinline__ void skip() {

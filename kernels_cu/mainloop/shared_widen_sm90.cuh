@@ -12,7 +12,6 @@ struct SharedWidening {
   using S = SharedPlaces<V>;
   using Step = WidenStep<V::kCache, V::kHeadDim>;
   static constexpr int kParts = Step::kParts, kOctets = kShareKeys / 8;  // of rows
-  static constexpr int kAtOnce = 1;  // that are asked for together
   static constexpr int kPanelBytes = kShareKeys * 128;
 
   const u32 base;
@@ -49,21 +48,15 @@ struct SharedWidening {
   }
 
  private:
-  __device__ __forceinline__ void widen(u32 from, u32 to, int first) const {
+  __device__ __forceinline__ static void widen(u32 from, u32 to, int first) {
 #pragma unroll
-    for (int begin = 0; begin < kOctets; begin += kWidenWarps * kAtOnce) {
-      Step step[kAtOnce][kParts];
-      const auto each = [&](auto take) {
+    for (int octet = 0; octet < kOctets; octet += kWidenWarps) {
+      if (octet + first >= kOctets) continue;
+      Step step[kParts];
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          const int octet = begin + i * kWidenWarps;
-          if (octet + first >= kOctets) continue;
+      for (int i = 0; i < kParts; ++i) step[i].load(from, octet * kParts + i);
 #pragma unroll
-          for (int j = 0; j < kParts; ++j) take(step[i][j], octet * kParts + j);
-        }
-      };
-      each([&](Step &one, int at) { one.load(from, at); });
-      each([&](const Step &one, int at) { one.store(to, kPanelBytes, at); });
+      for (int i = 0; i < kParts; ++i) step[i].store(to, kPanelBytes, octet * kParts + i);
     }
   }
 };

@@ -79,7 +79,7 @@ PLANTED_SHARED = [
     PlantedShared("shared: nothing, some leave", KERNEL, "", "", _SHORT, keys=64),
     PlantedShared("shared: no wait for keys", KERNEL, r"mbarrier_wait\(base \+ S::kKeyFull \+ 8 \* slot, phase\);(\s*wgmma_fence)", r"\1", _FULL),
     PlantedShared("shared: no wait for values", KERNEL, _body("wait_for_values"), r"\1 {}", _FULL),
-    PlantedShared("shared: values of the wrong phase", KERNEL, r"earlier \? 1u : 0u", "earlier ? 0u : 1u", _PAIR),
+    PlantedShared("shared: values of the wrong phase", KERNEL, r"before > slot \? 1u : 0u", "before > slot ? 0u : 1u", _PAIR),
     PlantedShared("shared: a stage is given back by half of the warps", KERNEL, r"(kKeyEmpty \+ 8 \* i), 8\)", r"\1, 4)", _LONG, keys=1152),
     PlantedShared("shared: no proxy fence after rows are gathered", KERNEL, _body("fence_async_proxy"), r"\1 {}", _FULL),
     PlantedShared("shared: rows are multiplied before all are there", KERNEL, r"fence_async_proxy\(\);\s*named_barrier_sync\(2 \+ group, 128\);", "fence_async_proxy();", _FULL),

@@ -35,7 +35,6 @@ PLANTED_SHARED_FP8 = [
     PlantedShared("shared, 8 bits: halves of rows are exchanged", KERNEL, r"step % kParts \* panel_bytes", "(1 - step % kParts) * panel_bytes", _WIDE),
     PlantedShared("shared, 8 bits: without the swizzle", KERNEL, r"row \* 128 \+ \(\(chunk \^ row\) << 4\)", "row * 128 + (chunk << 4)", _FULL),
     PlantedShared("shared, 8 bits: the phase does not change", KERNEL, r"raw = 0, raw_phase \^= 1", "raw = 0", _LONG, keys=1152),
-    PlantedShared("shared, 8 bits: values of two stages earlier", KERNEL, r"kStages == 2 && before == slot", "false", _PAIR, keys=512),
     PlantedShared("shared, 8 bits: descales of the first request for all", KERNEL, r"factor = score_scale\(p, of\.z, walk\.head\)", "factor = score_scale(p, 0, walk.head)", _FULL),
     PlantedShared("shared, 8 bits: values of the first request's descale", KERNEL, r"of_values = value_scale\(p, of\.z, walk\.head\)", "of_values = value_scale(p, 0, walk.head)", _FULL),
     PlantedShared("shared, 8 bits: scores of another row's scale", KERNEL, r"lane / 4 \+ 8 \* h;(\s*return __uint_as_float)", r"lane / 4;\1", _FULL),
@@ -44,5 +43,4 @@ PLANTED_SHARED_FP8 = [
     PlantedShared("shared, 8 bits: capped scores keep their scale twice", KERNEL, r"V::kAlibi \|\| p\.softcap > 0\.f \? 1\.f : scale\[h\]", "scale[h]", _FLAT),
     PlantedShared("shared, 8 bits: own values without their descale", KERNEL, r"V::kWiden \? value_scale\(p, of\.request, head\) : 1\.f", "1.f", _OWN, keys=64),
     PlantedShared("shared, 8 bits: columns of own values as of 16 bits", KERNEL, r"kApart = V::kWiden \? 1 : 8", "kApart = 8", _OWN, keys=64),
-    PlantedShared("shared, 8 bits: widened where the schedule is made", KERNEL, r"if constexpr \(V::kInside\) mbarrier_wait\(base \+ S::kRows, 0\);([^\n]*where stages are)", r"\1", _FULL),
 ]  # fmt: skip
