@@ -12,12 +12,10 @@ from .fp8_tile import Fp8Tile, fp8_tile, fp8_variants
 from .params import ParamsLayout
 from .problem import AttentionProblem
 from .variant import Variant
-from .widen_tile import WidenTile, widen_tile, widen_variants
 
 __all__ = [
     "PREFILL_PARAMS",
     "TILE_ROWS",
-    "AnyTile",
     "PrefillTile",
     "has_score_mod",
     "prefill_tile",
@@ -101,8 +99,6 @@ class PrefillTile:
         )
 
 
-AnyTile = PrefillTile | Fp8Tile | WidenTile
-
 _TILES = (
     PrefillTile(64, 64, 128, 3, 3),
     PrefillTile(96, 96, 128, 3, 2),
@@ -153,13 +149,12 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
                     if modified == score_mod:
                         yield from (tile.variant(kind, score_mod) for tile, *_ in others)
         yield from fp8_variants(PREFILL_PARAMS.nbytes)
-        yield from widen_variants(PREFILL_PARAMS.nbytes)
 
 
-def prefill_tile(problem: AttentionProblem) -> AnyTile:
+def prefill_tile(problem: AttentionProblem) -> PrefillTile | Fp8Tile:
     """Of the narrowest bucket, the tile whose rows, those that stay empty too, cost the least."""
     if problem.kv_type.is_fp8:
-        return fp8_tile(problem) if problem.q_type.is_fp8 else widen_tile(problem)
+        return fp8_tile(problem)
     left, right = problem.window_left, problem.window_right
     seen = problem.max_seqlen_k if left < 0 else min(problem.max_seqlen_k, left + max(right, 0))
     # Batch-invariant calls always have the same one.
@@ -174,20 +169,18 @@ def prefill_tile(problem: AttentionProblem) -> AnyTile:
     return min(_choices(problem), key=cost)[0]
 
 
-def prefill_tiles(problem: AttentionProblem) -> tuple[AnyTile, ...]:
+def prefill_tiles(problem: AttentionProblem) -> tuple[PrefillTile | Fp8Tile, ...]:
     """All that calls within a problem's bounds may have."""
     if problem.kv_type.is_fp8:
-        return (prefill_tile(problem),)
+        return (fp8_tile(problem),)
     return tuple(tile for tile, *_ in _choices(problem))
 
 
-def prefill_variant(problem: AttentionProblem, tile: AnyTile) -> Variant:
+def prefill_variant(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> Variant:
     """The kernel of a problem that is not refused."""
     score_mod = has_score_mod(problem)
     if isinstance(tile, Fp8Tile):
         return tile.variant(PREFILL_PARAMS.nbytes, score_mod)
-    if isinstance(tile, WidenTile):
-        return tile.variant(problem.q_type, problem.kv_type, PREFILL_PARAMS.nbytes, score_mod)
     return tile.variant(problem.kv_type, score_mod)
 
 

@@ -25,16 +25,6 @@ __device__ __forceinline__ void pin(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
-// The same of operands that products read from registers.
-template <int kRows, int kCount>
-__device__ __forceinline__ void pin(u32 (&x)[kRows][kCount]) {
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kCount; ++j) asm volatile("" : "+r"(x[i][j])::"memory");
-  }
-}
-
 // A matrix in shared memory with 128-byte swizzle: 8 rows of 128 bytes follow each other, groups of
 // 8 rows lie `stride` apart, panels `lead` (for operands whose rows are not the k dimension).
 __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 lead, u32 stride) {

@@ -20,7 +20,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   // The next queries take the place of those of this tile: its last output does not wait for them.
   static constexpr bool kOneBuffer = V::kQueryStages == 1;
   static constexpr bool kPasses = kKeys < V::kTileRows;  // else causal tiles end with their keys
-  static constexpr ScalarType kType = V::kQuery;
+  static constexpr ScalarType kType = V::kCompute;
   using typename Pipeline::Operands;
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane;
   using Rows::o, Rows::weight, Rows::c, Rows::sum;
@@ -60,8 +60,6 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   // After the wait for the products that read them.
   __device__ __forceinline__ void have_output() {
     pin(o);
-    // Weights are read until now, which ptxas does not keep in mind where registers are few.
-    if constexpr (V::kWiden) pin(weight);
     release(shared.rest().value_empty[v.slot]);
     v.next();
   }
@@ -72,7 +70,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     const u64 values = matrix_descriptor(from.values, kKeys * 128, 1024);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      Wgmma<kDv>::template registers<V::kCompute>(o, weight[i], values + i * 2048 / 16,
+      Wgmma<kDv>::template registers<kType>(o, weight[i], values + i * 2048 / 16,
                                             i > 0 ? 1 : keep);
     }
     wgmma_commit();
@@ -162,8 +160,6 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   template <bool kJoin>
   __device__ __forceinline__ bool begin_tile(const PrefillTile &t, int keep) {
     const int end = seen_end(t);
-    this->enter(t);
-    this->hold_queries();
     pass_keys(t.n_end - end);
     multiply<kJoin>(keep);
     const bool wild = this->fold_first(t, end - 1);
@@ -248,8 +244,6 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   }
   __device__ __forceinline__ void attend_again(const PrefillTile &t) {
     c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
-    this->enter(t);
-    this->hold_queries();
     for (int n = t.n_end - 1; n >= t.n_begin; --n) {
       const Operands from = operands();
       wait_keys();
@@ -279,7 +273,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     RowResult result[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      result[h] = Rows::conclude_row(t, c[h], part[h], Rows::value_factor(t));
+      result[h] = Rows::conclude_row(t, c[h], part[h], 1.f);
       norm[h] = row_of(t, h).finish(result[h]);
     }
     if (S::kStaged && t.staged) {
