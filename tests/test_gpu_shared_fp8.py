@@ -29,6 +29,20 @@ def test_many_requests(head_dim, requests, prefix, q_type, kv_type):
     check_repeats(inputs, once(tree))
 
 
+@pytest.mark.parametrize("pattern", ["spiky", "outlier", "one_hot"])
+@pytest.mark.parametrize("q_type", ["bf16", "fp16"])
+@pytest.mark.parametrize("head_dim", [128, 64])
+@pytest.mark.parametrize("requests", [8, 40])
+def test_scores_far_apart(requests, head_dim, q_type, pattern):
+    """Sums are rescaled many times; warpgroups in turns, and together."""
+    import cupy
+
+    changes = {"head_dim": head_dim, "q_type": q_type, "pattern": pattern}
+    case = FP8.replace(lengths=((1, 2100),) * requests, num_heads_kv=1, **changes)
+    inputs, tree = make_shared(case, [(list(range(requests)), 2048)], cupy)
+    check_repeats(inputs, once(tree))
+
+
 @settings(max_examples=100)
 @given(drawn=fp8_cases(most_requests=40), most=st.sampled_from([0, 0, 2, 5]))
 @pytest.mark.parametrize("share", range(10))
