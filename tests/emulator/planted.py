@@ -7,6 +7,8 @@ Those of the Hopper kernels are here, others in planted_*.py.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import re
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,7 +22,9 @@ from cupyflash.testing.case import Inputs
 from cupyflash.testing.expect import Expected
 
 from .device import EmulatedDevice
+from .loader import LoadedModule
 from .report import EmulatorError
+from .switches import SWITCH, switched
 
 __all__ = ["PLANTED", "Planted"]
 
@@ -43,22 +47,55 @@ def check(inputs: Inputs, attention: Any, *pages: Any, **options: Any) -> None:
 
 
 class _Changed(EmulatedDevice):
-    """A device whose compiler changes one file's text."""
+    """A device whose compiler changes one file's text.
+
+    Bugs that have a switch share a text; ``chosen`` is which of them is there.
+    """
 
     def __init__(self, bug: Planted) -> None:
         super().__init__("sm_90a", num_sms=bug.num_sms, max_idle=1_000_000)
         self.bug, self.changes = bug, 0
+        self.on, self.switches = True, list[tuple[ctypes.c_uint32, int]]()
 
     def compile(self, variant: Any) -> Any:
         if variant.source != self.bug.source or not self.bug.pattern:
             return super().compile(variant)
         if variant not in self.kernels:
             text, options = kernel_source(variant)
-            text, count = re.subn(self.bug.pattern, self.bug.replacement, text)
-            self.changes += count
-            module = self.compile_source(text, options, variant.source)
+            shared, numbers = _with_switches(text, variant.source)
+            number = numbers.get(self.bug.change, 0) if self.bug.switch else 0
+            if number:
+                module = _module(shared, options, variant)
+                switch = ctypes.c_uint32.from_address(module.addresses[SWITCH])
+                self.switches.append((switch, number))
+                self.changes += 1
+            else:
+                text, count = re.subn(*self.bug.change, text)
+                self.changes += count
+                module = self.compile_source(text, options, variant.source)
             self.kernels[variant] = module.program(variant.symbol)
+            self.turn(self.on)
         return self.kernels[variant]
+
+    def turn(self, on: bool) -> None:
+        self.on = on
+        for switch, number in self.switches:
+            switch.value = number * on
+
+
+@functools.cache
+def _module(text: str, options: tuple[str, ...], variant: Any) -> LoadedModule:
+    return EmulatedDevice("sm_90a").compile_source(text, options, variant.source)
+
+
+_changes: dict[str, list[tuple[str, str]]] = {}  # of each file, in the order in which they came
+
+
+@functools.cache
+def _with_switches(text: str, source: str) -> tuple[str, dict[tuple[str, str], int]]:
+    """The text with all bugs of the file that can have a switch, and their numbers."""
+    shared, numbers = switched(text, _changes.get(source, []))
+    return shared, {_changes[source][i - 1]: i for i in numbers}
 
 
 @dataclass(frozen=True)
@@ -75,16 +112,29 @@ class Planted:
     calls: int = 1
     version: int = 3
     always: bool = True  # whether every order of warps gives it away, or most do
+    switch: bool = True  # whether it may share a text: not where that makes much more code of it
 
-    def device(self) -> EmulatedDevice:
+    def __post_init__(self) -> None:
+        if self.pattern and self.switch and self.change not in _changes.setdefault(self.source, []):
+            _changes[self.source].append(self.change)
+
+    @property
+    def change(self) -> tuple[str, str]:
+        return self.pattern, self.replacement
+
+    def device(self) -> _Changed:
         return _Changed(self)
 
     def attend(self) -> None:
         check(self.case.make(), flash_attn_varlen_func, fa_version=self.version)
 
-    def caught(self, device: EmulatedDevice, seed: int) -> str | None:
-        """What gave the bug away, if anything did; the device keeps its compiled kernels."""
+    def caught(self, device: _Changed, seed: int, on: bool = True) -> str | None:
+        """What gave the bug away, if anything did; the device keeps its compiled kernels.
+
+        ``on``: whether the bug is there, if it has a switch.
+        """
         device.seed = seed
+        device.turn(on)
         try:
             with use_device(device):
                 for call in range(self.calls):
@@ -98,7 +148,7 @@ class Planted:
             found = f"wrong: {e}"
         else:
             found = None
-        if self.pattern and not device.changes:  # type: ignore[attr-defined]
+        if self.pattern and not device.changes:
             raise LookupError(f"{self.name}: nothing in {self.source} matches {self.pattern}")
         return found
 

@@ -72,6 +72,7 @@ PLANTED_FP8 = [
         r"16 \* i \+ 8 \* \(j / 2\) \+ 2 \* \(j % 2\)",
         "16 * i + 4 * j",
         _TILES,
+        switch=False,
     ),
     Planted(
         "fp8: columns of V in plain order",
