@@ -11,12 +11,12 @@ from .prefix_tree import PrefixTree, prefix_tree
 from .runtime.arrays import place, spec_of
 from .runtime.device import device_for
 from .runtime.launch import stream_handle
-from .runtime.prefix_search import search_prefixes
+from .runtime.prefix_search import Search, search_prefixes
 from .runtime.rules.sequences import check_lengths
 from .runtime.shared_plan import MOST_SHARED_REQUESTS
 from .runtime.shared_tile import MOST_LEVELS
 
-__all__ = ["find_prefix_tree", "shared_groups"]
+__all__ = ["check_tables", "find_prefix_tree", "shared_groups"]
 
 
 def find_prefix_tree(
@@ -72,7 +72,7 @@ def find_prefix_tree(
     (table, lengths, starts, out), on_host = place(
         names, (block_table, seqused_k, cu_seqlens_q, out), stream, required=2
     )
-    _check(table, lengths, starts, block_size, levels)
+    check_tables(table, lengths, starts, block_size, levels)
     batch = table.shape[0]
     if on_host:
         held = table.shape[1] * block_size
@@ -99,11 +99,18 @@ def find_prefix_tree(
     elif out.shape != (size,) or out.dtype != np.int32:
         raise ValueError(f"out is {out.dtype} {out.shape}; this tree takes int32 ({size},)")
     null = -1 if null_block is None else null_block
-    search_prefixes(device, table, starts, lengths, block_size, null, out, levels, queue)
+    search = Search(table, starts, lengths, block_size, null, out, levels)
+    search_prefixes(device, search, queue)
     return PrefixTree(batch, levels, out)
 
 
-def _check(table: Any, lengths: Any, starts: Any, block_size: int, levels: int) -> None:
+def check_tables(table: Any, lengths: Any, starts: Any, block_size: int, levels: int) -> None:
+    """Refuse arrays that `find_prefix_tree` does not take.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
     if table.dtype != np.int32 or table.ndim != 2 or table.strides[1] != 4:
         raise TypeError(
             f"block_table is {table.dtype} {table.shape}; it must be int32 [batch, max_blocks], "

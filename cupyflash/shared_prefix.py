@@ -9,15 +9,17 @@ import numpy as np
 
 from .bounds import AttentionBounds
 from .fa_version import capability_of, resolve_version
+from .prefix_search import check_tables, find_prefix_tree
 from .prefix_tree import PrefixTree
 from .runtime.arrays import place, spec_of
 from .runtime.call import Call
 from .runtime.device import Device, device_for
 from .runtime.key_maps import tma_refusal
 from .runtime.launch import stream_handle
+from .runtime.prefix_search import SEARCH_THREADS, Search
 from .runtime.problem import AttentionProblem
 from .runtime.rules.sequences import check_lengths
-from .runtime.shared_launch import Sharing, attend_shared, schedule_shared
+from .runtime.shared_launch import Sharing, attend_shared, schedule_shared, share_prefixes
 from .runtime.shared_plan import SharedPlan, make_shared_plan, shared_refusal
 from .side_stream import SideStream
 
@@ -77,6 +79,8 @@ def get_prefix_schedule(
     headdim_v: int | None = None,
     common_prefix_len: int = 0,
     prefix_tree: PrefixTree | None = None,
+    block_table: Any = None,
+    null_block: int | None = None,
     sliding_window: tuple[int, int] | None = None,
     num_splits: int = 0,
     out: Any = None,
@@ -100,6 +104,11 @@ def get_prefix_schedule(
         `headdim` if None.
     common_prefix_len, prefix_tree, sliding_window, num_splits
         As the calls will pass them.
+    block_table : array [batch, max_blocks], int32, optional
+        The tree is found first, as `find_prefix_tree` finds it, and written to the ``buffer`` of
+        `prefix_tree`; up to 512 requests in the same launch.
+    null_block : int, optional
+        As `find_prefix_tree`.
     out : array [nbytes], uint8, optional
         The ``buffer`` of an earlier schedule, so that its address stays (CUDA graphs). New if None.
     stream : int or stream, optional
@@ -116,8 +125,10 @@ def get_prefix_schedule(
         Bounds that no call could have, lengths of another dtype or size, a buffer that is too small
         (says the size needed).
     """
-    names = ("suffix_kv_lens", "cu_seqlens_q", "out")
-    (lengths, starts, out), on_host = place(names, (suffix_kv_lens, cu_seqlens_q, out), stream)
+    names = ("suffix_kv_lens", "cu_seqlens_q", "out", "block_table")
+    (lengths, starts, out, table), on_host = place(
+        names, (suffix_kv_lens, cu_seqlens_q, out, block_table), stream, required=2
+    )
     problem = AttentionBounds(
         batch_size=batch_size,
         total_q=total_q,
@@ -135,7 +146,22 @@ def get_prefix_schedule(
     ).problem()
     check_lengths("suffix_kv_lens", spec_of(lengths), batch_size)
     check_lengths("cu_seqlens_q", spec_of(starts), batch_size + 1)
+    if table is not None:
+        if prefix_tree is None or prefix_tree.batch != batch_size:
+            raise ValueError(
+                f"block_table: pass a prefix_tree of {batch_size} requests to write to"
+            )
+        check_tables(table, lengths, starts, page_size, prefix_tree.levels)
+
+    def find() -> None:
+        if table is not None and prefix_tree is not None:
+            find_prefix_tree(
+                table, lengths, page_size, starts, levels=prefix_tree.levels,
+                null_block=null_block, out=prefix_tree.buffer, stream=stream,
+            )  # fmt: skip
+
     if on_host:
+        find()
         return None
     if prefix_tree is None:
         sharing = Sharing(common_keys=common_prefix_len, added_keys=common_prefix_len)
@@ -143,6 +169,7 @@ def get_prefix_schedule(
         sharing = sharing_of_tree(prefix_tree)
     device = device_for(lengths)
     if shared_refusal(problem, device.info, sharing.levels):
+        find()
         return None
     plan = make_shared_plan(problem, device.info, sharing.levels)
     given = stream_handle(stream)
@@ -152,7 +179,13 @@ def get_prefix_schedule(
         out = device.empty((nbytes,), np.dtype(np.uint8), queue)
     elif out.nbytes < nbytes:
         raise ValueError(f"out holds {out.nbytes} bytes; this schedule needs {nbytes}")
-    schedule_shared(problem, plan, sharing, device, (starts, lengths), out, queue)
+    if prefix_tree is None or table is None or batch_size > SEARCH_THREADS:
+        find()
+        schedule_shared(problem, plan, sharing, device, (starts, lengths), out, queue)
+    else:
+        null, into = -1 if null_block is None else null_block, prefix_tree.buffer
+        search = Search(table, starts, lengths, page_size, null, into, prefix_tree.levels)
+        share_prefixes(problem, plan, search, device, out, queue)
     side = stream if isinstance(stream, SideStream) else None
     return PrefixSchedule(out, _needs(problem, plan, sharing), side)
 

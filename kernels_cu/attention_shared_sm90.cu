@@ -110,16 +110,31 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
   fetch_starts(p, s, inside);
   if (inside) fetch_lengths(p, s);
   __syncthreads();
-  wait_for_earlier_launches();
-  let_later_launches_start();
   const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
   SharedStarts starts{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + 4 * blockIdx.x};
   if (inside) {
     starts = {reinterpret_cast<OwnStart *>(smem + S::kOwnStarts),
               reinterpret_cast<int4 *>(smem + S::kGroupStarts)};
-    const SharedSchedule<kThreads> schedule(
-        p, d, s, *reinterpret_cast<Scratch *>(smem + kScratch), gridDim.x);
-    schedule.starts(blockIdx.x, starts, false);
+    SharedSchedule<kThreads> schedule(p, d, s, *reinterpret_cast<Scratch *>(smem + kScratch),
+                                      gridDim.x);
+    // Made before the launch in front is over; once more if that has written other lengths. Where
+    // there are few rows, launches are over at once in all CTAs, and a look costs more than it wins.
+    if (V::kParts) {
+      wait_for_earlier_launches();
+      let_later_launches_start();
+    }
+#pragma unroll 1
+    for (bool over = V::kParts;; over = true) {
+      const Lengths found(p, s, threadIdx.x);
+      schedule.make(found);
+      schedule.starts(blockIdx.x, starts);
+      if (over) break;
+      wait_for_earlier_launches();
+      let_later_launches_start();
+      if (!__syncthreads_or(found.changed(p, s, threadIdx.x))) break;
+    }
+    __syncthreads();
+    schedule.lists(blockIdx.x, starts);
     fence_async_proxy();
     __syncthreads();
     if (threadIdx.x >= kFirstOfRows) {
@@ -128,8 +143,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
       fence_async_proxy();
       mbarrier_arrive(base + S::kRows);
     }
-  } else if (threadIdx.x / 32 == 5) {
-    fetch_rows(p, s, starts.groups[3]);
+  } else {
+    wait_for_earlier_launches();
+    let_later_launches_start();
+    if (threadIdx.x / 32 == 5) fetch_rows(p, s, starts.groups[3]);
   }
   const auto again = [&] {  // a register of one role, not of all
     u32 found = base;

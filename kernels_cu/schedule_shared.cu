@@ -21,11 +21,8 @@ extern "C" __global__ void __launch_bounds__(kMostRequests) KERNEL_NAME(
   // The attention may take its place early: it waits for all of this.
   let_later_launches_start();
   wait_for_earlier_launches();
-  const SharedSchedule<kMostRequests> schedule(
-      p, d, s, *reinterpret_cast<ScheduleScratch<kMostRequests> *>(smem), gridDim.x);
-  const SharedStarts to{s.own_starts + blockIdx.x * kOwnWarps, s.group_starts + 4 * blockIdx.x};
-  schedule.starts(blockIdx.x, to, true);
-  __syncthreads();
-  schedule.rows(blockIdx.x, to.groups[3], threadIdx.x, blockDim.x);
-  if (blockIdx.x == 0 && threadIdx.x < 2) s.arrivals[threadIdx.x] = 0;
+  SharedSchedule<kMostRequests> schedule(
+      p, d, s, *reinterpret_cast<ScheduleScratch<kMostRequests> *>(smem), s.ctas);
+  schedule.make(Lengths(p, s, threadIdx.x));
+  schedule.write(threadIdx.x * gridDim.x + blockIdx.x, gridDim.x * blockDim.x);
 }

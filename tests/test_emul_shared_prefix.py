@@ -11,8 +11,8 @@ from prefixes import SHARED, cascade, make_shared, once, schedule_of, shared_cas
 from test_cascade import cascade as cascade_of
 from test_cascade import check_cascade, empty_output, shared_case
 
-from cupyflash import AttentionBounds, SideStream, workspace_size
-from cupyflash.prefix_tree import prefix_tree
+from cupyflash import AttentionBounds, SideStream, find_prefix_tree, workspace_size
+from cupyflash.prefix_tree import PrefixTree, prefix_tree
 from cupyflash.runtime.shared_plan import make_shared_plan, shared_plans
 
 KERNEL = "attention_shared"
@@ -41,6 +41,24 @@ def test_any_tree_with_a_schedule_made_ahead(drawn, num_sms):
     with emulated("sm_90", num_sms=num_sms, seed=1):
         inputs, tree = make_shared(case, groups)
         cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
+
+
+@given(drawn=shared_cases(), num_sms=st.sampled_from([3, 1, 5]), levels=st.integers(1, 3))
+def test_any_tree_that_is_found_with_its_schedule(drawn, num_sms, levels):
+    case, groups = drawn
+    case = case.replace(causal=True, window_size=(case.window_size[0], 0))
+    with emulated("sm_90", num_sms=num_sms, seed=3) as device:
+        inputs, _ = make_shared(case, groups)
+        args, batch = inputs.args, len(case.lengths)
+        table, lengths, starts = args["block_table"], args["seqused_k"], args["cu_seqlens_q"]
+        tree = PrefixTree(batch, levels, device_array((2 * levels + 1) * batch, np.int32, 99))
+        made = schedule_of(inputs, tree, block_table=table, null_block=0)
+        assert through("share_prefixes", device)
+        cascade(inputs, tree, prefix_scheduler_metadata=made)
+        alone = find_prefix_tree(
+            table, lengths, case.page_size, starts, levels=levels, null_block=0
+        )
+        np.testing.assert_array_equal(tree.buffer, alone.buffer)
 
 
 @pytest.mark.parametrize("groups", [[], ALL, LEVELS, [([1, 3], 80)], [([0], 64), ([1, 2], 16)]])
@@ -249,7 +267,12 @@ def test_a_warm_up_prepares_what_a_capture_needs(levels):
     with emulated("sm_90", num_sms=2) as device:
         plans = shared_plans(bounds.problem(), device.info, levels)
         assert {plan.variant.source for plan in plans} == (
-            {"attention_shared_sm90.cu", "schedule_shared.cu", "find_prefixes.cu"}
+            {
+                "attention_shared_sm90.cu",
+                "schedule_shared.cu",
+                "find_prefixes.cu",
+                "share_prefixes.cu",
+            }
             if levels
             else set()
         )

@@ -57,6 +57,8 @@ def shared() -> None:
     tree = find_prefix_tree(table, lengths, SHARED.page_size)
     cascade(inputs, tree)
     cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
+    made = schedule_of(inputs, tree, block_table=table)
+    cascade(inputs, tree, prefix_scheduler_metadata=made)
 
 
 def merge() -> None:

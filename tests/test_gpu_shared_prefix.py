@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prefixes import SHARED, cascade, make_shared, once, schedule_of, shared_cases
 from repeats import check_repeats
 
-from cupyflash.prefix_tree import prefix_tree
+from cupyflash.prefix_tree import PrefixTree, prefix_tree
 from cupyflash.testing import expect_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
@@ -80,3 +80,53 @@ def test_a_graph_follows_the_tree_and_the_lengths():
         cupy.cuda.Device().synchronize()
 
         expect_attention(**inputs.args).check(inputs.placed["out"].view)
+
+
+_LATE = """extern "C" __global__ void late(const int *from, int *to, int count) {
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int i = 0; i < 60; ++i) __nanosleep(500);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}"""
+
+
+@pytest.mark.parametrize("requests", [3, 70])
+@pytest.mark.parametrize("reach", [1, 400, 2**31 - 1])
+def test_lengths_that_the_launch_in_front_writes_while_this_one_starts(requests, reach):
+    """They are read before it is over, and have to be read again."""
+    import cupy
+
+    rng = np.random.default_rng(requests)
+    case = SHARED.replace(lengths=tuple((1, 300 + int(n)) for n in rng.integers(0, 90, requests)))
+    inputs, tree = make_shared(case, [(range(requests), 256)], cupy)
+    parts = [tree.buffer, inputs.args["seqused_k"], inputs.args["cu_seqlens_q"]]
+    right = cupy.concatenate(parts)
+    live = right.copy()
+    tree = PrefixTree(tree.batch, tree.levels, live[: tree.buffer.size])
+    at = tree.buffer.size
+    inputs.args["seqused_k"], inputs.args["cu_seqlens_q"] = (
+        live[at : at + requests], live[at + requests :],
+    )  # fmt: skip
+    late = cupy.RawKernel(_LATE, "late")
+    cascade(inputs, tree)
+    for _ in range(5):
+        live[...] = right + cupy.asarray(rng.integers(-reach, reach, live.size).astype(np.int32))
+        inputs.placed["out"].view[...] = 0
+        cupy.cuda.Device().synchronize()
+        late((1,), (256,), (right, live, np.int32(live.size)))
+        cascade(inputs, tree)
+
+
+@pytest.mark.parametrize("requests", [5, 300, 700])
+def test_a_tree_is_found_with_its_schedule(requests):
+    import cupy
+
+    rng = np.random.default_rng(requests)
+    case = SHARED.replace(
+        lengths=tuple((1, 300 + int(n)) for n in rng.integers(0, 90, requests)), num_heads_kv=1
+    )
+    groups = [(range(requests), 128), (range(0, requests, 2), 256)]
+    inputs, host = make_shared(case, groups, cupy)
+    tree = PrefixTree(requests, 2, cupy.full(5 * requests, 99, np.int32))
+    made = schedule_of(inputs, tree, block_table=inputs.args["block_table"])
+    cascade(inputs, tree, prefix_scheduler_metadata=made)
+    assert (tree.nodes[0] == host.nodes[0]).all()

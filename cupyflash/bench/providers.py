@@ -59,11 +59,11 @@ def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
     host = cf.prefix_tree(case.prefix_groups, inputs.batch)
     tree = cf.PrefixTree(host.batch, host.levels, inputs.xp.asarray(host.buffer))
 
-    def schedule_on(stream: Any = None, out: Any = None) -> Any:
+    def schedule_on(stream: Any = None, **more: Any) -> Any:
         return cf.get_prefix_schedule(
             inputs.batch, case.total_q, inputs.max_seqlen_q, inputs.max_seqlen_k, case.num_heads_q,
             case.num_heads_kv, case.head_dim, inputs.seqused_k, _cache_type(case),
-            inputs.cu_seqlens_q, case.page_size, prefix_tree=tree, out=out, stream=stream,
+            inputs.cu_seqlens_q, case.page_size, prefix_tree=tree, stream=stream, **more,
         )  # fmt: skip
 
     schedule = schedule_on() if case.scheduled else None
@@ -80,11 +80,7 @@ def _shared(inputs: BenchInputs, cf: Any) -> Callable[[], Any]:
         )  # fmt: skip
 
     def find_and_deal(side: Any) -> None:
-        cf.find_prefix_tree(
-            inputs.block_table, inputs.seqused_k, case.page_size, levels=tree.levels,
-            out=tree.buffer, stream=side,
-        )  # fmt: skip
-        schedule_on(side, memory)
+        schedule_on(side, out=memory, block_table=inputs.block_table)
 
     if case.step:
         return step(inputs, cf, attend, find_and_deal if case.step == "hidden" else None)

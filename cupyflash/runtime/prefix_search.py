@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from .device import Device
 from .launch import launch
@@ -11,7 +11,15 @@ from .params import KernelArgs, ParamsLayout
 from .plan import Plan
 from .variant import Variant
 
-__all__ = ["PREFIX_PARAMS", "prefix_variants", "search_prefixes", "search_variant"]
+__all__ = [
+    "PREFIX_PARAMS",
+    "SEARCH_CTAS",
+    "SEARCH_THREADS",
+    "Search",
+    "prefix_variants",
+    "search_prefixes",
+    "search_variant",
+]
 
 PREFIX_PARAMS = ParamsLayout(
     *((name, "ptr") for name in ("block_table", "cu_seqlens_q", "seqused_k", "order", "tree")),
@@ -20,7 +28,45 @@ PREFIX_PARAMS = ParamsLayout(
 )
 """The layout of ``core/prefix_params.cuh``."""
 
-_THREADS, _CTAS = 512, 8  # one cluster
+SEARCH_THREADS, SEARCH_CTAS = 512, 8
+"""One cluster."""
+
+
+class Search(NamedTuple):
+    """What is compared, and where the tree goes.
+
+    Attributes
+    ----------
+    block_table, cu_seqlens_q, seqused_k : array
+        The second may be None: one query a request.
+    page_size, null_block : int
+    tree : array [(2 * levels + 1) * batch], int32
+        As `PrefixTree.buffer`.
+    levels : int
+    """
+
+    block_table: Any
+    cu_seqlens_q: Any
+    seqused_k: Any
+    page_size: int
+    null_block: int
+    tree: Any
+    levels: int
+
+    def pack(self, device: Device) -> bytes:
+        """The parameters of the kernel."""
+        batch, columns = self.block_table.shape
+        each, at, starts = self.levels * batch * 4, device.pointer, self.cu_seqlens_q
+        return PREFIX_PARAMS.pack(
+            at(self.block_table), 0 if starts is None else at(starts), at(self.seqused_k),
+            at(self.tree) + 2 * each, at(self.tree), self.block_table.strides[0], batch,
+            self.levels, self.page_size, columns, self.null_block, 0,
+        )  # fmt: skip
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """What the kernel reads or writes."""
+        return self.block_table, self.cu_seqlens_q, self.seqused_k, self.tree
 
 
 def prefix_variants(arch: str) -> Iterator[Variant]:
@@ -35,43 +81,14 @@ def search_variant() -> Variant:
     return Variant("find_prefixes.cu", "find_prefixes", "sm_90a", (("PARAMS_NBYTES", nbytes),))
 
 
-def search_prefixes(
-    device: Device,
-    block_table: Any,
-    cu_seqlens_q: Any,
-    seqused_k: Any,
-    page_size: int,
-    null_block: int,
-    tree: Any,
-    levels: int,
-    stream: int,
-) -> None:
+def search_prefixes(device: Device, search: Search, stream: int) -> None:
     """Queue the search.
-
-    Parameters
-    ----------
-    device : Device
-    block_table, cu_seqlens_q, seqused_k : array
-        The second may be None: one query a request.
-    page_size, null_block : int
-    tree : array [(2 * levels + 1) * batch], int32
-        As `PrefixTree.buffer`.
-    levels : int
-    stream : int
 
     Raises
     ------
     CaptureError, CompileError
         As `compile.load_kernel`.
     """
-    batch, columns = block_table.shape
-    each, at = levels * batch * 4, device.pointer
-    plan = Plan(search_variant(), (_CTAS, 1, 1), (_THREADS, 1, 1), programmatic=True)
-    packed = PREFIX_PARAMS.pack(
-        at(block_table), 0 if cu_seqlens_q is None else at(cu_seqlens_q), at(seqused_k),
-        at(tree) + 2 * each, at(tree), block_table.strides[0], batch, levels, page_size, columns,
-        null_block, 0,
-    )  # fmt: skip
-    launch(
-        device, plan, KernelArgs((packed,), (block_table, cu_seqlens_q, seqused_k, tree)), stream
-    )
+    grid, block = (SEARCH_CTAS, 1, 1), (SEARCH_THREADS, 1, 1)
+    plan = Plan(search_variant(), grid, block, programmatic=True)
+    launch(device, plan, KernelArgs((search.pack(device),), search.arrays), stream)

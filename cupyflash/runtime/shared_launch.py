@@ -14,12 +14,13 @@ from .key_maps import KeyMaps, bits_of_out, key_map, prefetched_bytes
 from .launch import launch
 from .layout import Layout
 from .params import KernelArgs
+from .prefix_search import Search
 from .problem import AttentionProblem
 from .shared_plan import SharedPlan
 from .shared_tile import SHARED_PARAMS
 from .work import Work, queue_work
 
-__all__ = ["Sharing", "attend_shared", "schedule_shared"]
+__all__ = ["Sharing", "attend_shared", "schedule_shared", "share_prefixes"]
 
 _OWN_BOX = 16  # keys
 _LOG2E = 1.4426950408889634
@@ -110,6 +111,52 @@ def schedule_shared(
     CaptureError, CompileError
         As `compile.load_kernel`.
     """
+    args = _schedule_args(problem, plan, sharing, device, lengths, block)
+    launch(device, plan.schedule, args, stream)
+
+
+def share_prefixes(
+    problem: AttentionProblem,
+    plan: SharedPlan,
+    search: Search,
+    device: Device,
+    block: Any,
+    stream: int,
+) -> None:
+    """Queue the search and the schedule of what it finds, in one launch.
+
+    Parameters
+    ----------
+    problem : AttentionProblem
+        Of no more requests than the search has threads.
+    plan : SharedPlan
+    search : Search
+        With ``cu_seqlens_q``.
+    device : Device
+    block : array [nbytes], uint8
+        The workspace of the calls that follow.
+    stream : int
+
+    Raises
+    ------
+    CaptureError, CompileError
+        As `compile.load_kernel`.
+    """
+    sharing = Sharing(search.levels)
+    lengths = search.cu_seqlens_q, search.seqused_k
+    made = _schedule_args(problem, plan, sharing, device, lengths, block)
+    args = KernelArgs((*made.values, search.pack(device)), (*made.arrays, *search.arrays))
+    launch(device, plan.search, args, stream)
+
+
+def _schedule_args(
+    problem: AttentionProblem,
+    plan: SharedPlan,
+    sharing: Sharing,
+    device: Device,
+    lengths: tuple[Any, Any],
+    block: Any,
+) -> KernelArgs:
     values = dict.fromkeys(ATTENTION_PARAMS.names, 0)
     values.update(
         cu_seqlens_q=device.pointer(lengths[0]),
@@ -127,8 +174,7 @@ def schedule_shared(
         _decode_params(problem, plan),
         _pack(problem, plan, sharing, device, block),
     )
-    args = KernelArgs(packed, (*lengths, block, sharing.order, sharing.tree))
-    launch(device, plan.schedule, args, stream)
+    return KernelArgs(packed, (*lengths, block, sharing.order, sharing.tree))
 
 
 def attend_shared(
@@ -220,6 +266,7 @@ def _pack(
         row_blocks=plan.row_blocks,
         ahead=int(counters is None),
         near=int(not plan.tile.parts),
+        ctas=plan.attend.grid[0],
         scale=1.0 if cap or problem.has_alibi else scale * _LOG2E,
         modify_scale=scale / cap if cap else scale * _LOG2E,
     )

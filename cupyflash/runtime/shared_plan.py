@@ -9,16 +9,18 @@ from math import gcd
 from .device import DeviceInfo
 from .dtypes import FP16
 from .plan import Plan
-from .prefix_search import search_variant
+from .prefix_search import SEARCH_CTAS, SEARCH_THREADS, search_variant
 from .problem import AttentionProblem
 from .shared_tile import (
     MOST_LEVELS,
     ROW_BYTES,
     SCRATCH_BYTES,
+    SEARCHED_SCRATCH_BYTES,
     SHARE_ROWS,
     START_BYTES,
     SharedTile,
     schedule_shared_variant,
+    share_prefixes_variant,
 )
 
 __all__ = [
@@ -33,6 +35,7 @@ MOST_SHARED_REQUESTS = 1024
 """Requests of a batch: a thread each in schedule_shared.cu."""
 
 _THREADS, _OWN_WARPS = 512, 4
+_SEARCH = (4 * SEARCH_CTAS, 1, 1), (SEARCH_THREADS, 1, 1)  # clusters search alike
 _MOST_ROWS = 64  # of a request
 _BLOCK_ROWS = {64: 16, 128: 8}  # that read own keys together, by head size
 _FEW_ROWS = 2  # of a CTA
@@ -48,8 +51,9 @@ class SharedPlan:
 
     Attributes
     ----------
-    schedule, attend, attend_after : Plan
-        The schedule; the attention that can make its own; the one that follows it.
+    schedule, search, attend, attend_after : Plan
+        The schedule; the search that goes on to it; the attention that can make its own; the one
+        that follows one.
     tile : SharedTile
     levels : int
     sizes : tuple of (str, int)
@@ -67,6 +71,7 @@ class SharedPlan:
     """
 
     schedule: Plan
+    search: Plan
     attend: Plan
     attend_after: Plan
     tile: SharedTile
@@ -171,6 +176,7 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
     attend = Plan(tile.variant, (ctas, 1, 1), (_THREADS, 1, 1), tile.smem_bytes, nbytes, True)
     return SharedPlan(
         Plan(schedule_shared_variant(), (ctas, 1, 1), (threads, 1, 1), SCRATCH_BYTES, 0, True),
+        Plan(share_prefixes_variant(), *_SEARCH, SEARCHED_SCRATCH_BYTES, 0, True),
         attend,
         replace(attend, variant=_after_a_schedule(tile).variant),
         tile,
@@ -199,4 +205,4 @@ def shared_plans(problem: AttentionProblem, info: DeviceInfo, levels: int) -> li
     tiles = {replace(one.tile, parts=parts): None for one in (plan, few) for parts in merges}
     tiles |= {_after_a_schedule(tile): None for tile in tiles}
     attend = [replace(plan.attend, variant=tile.variant) for tile in tiles]
-    return [*attend, plan.schedule, Plan(search_variant(), (1, 1, 1), (1, 1, 1))]
+    return [*attend, plan.schedule, plan.search, Plan(search_variant(), (1, 1, 1), (1, 1, 1))]

@@ -10,6 +10,7 @@ from .attention_params import ATTENTION_PARAMS
 from .decode_tile import DECODE_PARAMS
 from .dtypes import BF16, E4M3, E5M2, FP16, ScalarType
 from .params import ParamsLayout
+from .prefix_search import PREFIX_PARAMS
 from .variant import Variant
 
 __all__ = [
@@ -37,7 +38,7 @@ SHARED_PARAMS = ParamsLayout(
         (name, "i32")
         for name in (
             *("levels", "common_keys", "added_keys", "box_shift", "tile_rows", "most_tokens"),
-            *("row_blocks", "ahead", "near", "unused"),
+            *("row_blocks", "ahead", "near", "ctas"),
         )
     ),
     ("scale", "f32"),
@@ -54,6 +55,9 @@ ROW_BYTES = 64
 
 SCRATCH_BYTES = 126_976
 """Shared memory of the schedule: a ``ScheduleScratch``."""
+
+SEARCHED_SCRATCH_BYTES = 65_536
+"""That of 512 requests."""
 
 START_BYTES = 64
 """Of what a block starts from."""
@@ -193,6 +197,24 @@ def schedule_shared_variant() -> Variant:
         (
             ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
             ("SCRATCH_NBYTES", SCRATCH_BYTES),
+            ("SHARED_NBYTES", SHARED_PARAMS.nbytes),
+        ),
+    )
+
+
+def share_prefixes_variant() -> Variant:
+    """The kernel that compares block tables, and makes the schedule of what it finds.
+
+    It is compiled by a warm-up or at its first use.
+    """
+    return Variant(
+        "share_prefixes.cu",
+        "share_prefixes",
+        _ARCH,
+        (
+            ("PARAMS_NBYTES", ATTENTION_PARAMS.nbytes),
+            ("SCRATCH_NBYTES", SEARCHED_SCRATCH_BYTES),
+            ("SEARCH_NBYTES", PREFIX_PARAMS.nbytes),
             ("SHARED_NBYTES", SHARED_PARAMS.nbytes),
         ),
     )

@@ -58,6 +58,10 @@ __device__ __forceinline__ i32 cluster_load(u32 at) {
   return value;
 }
 
+__device__ __forceinline__ void cluster_store(u32 at, i32 value) {
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+
 // To the same place in each block whose bit is set, and to the barrier at the same place there.
 __device__ __forceinline__ void tma_load5_to(u32 to, const TensorMap *map, const i32 (&at)[5],
                                              u32 barrier, u16 blocks, u64 policy) {

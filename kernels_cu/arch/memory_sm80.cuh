@@ -70,6 +70,12 @@ __device__ __forceinline__ void store_relaxed(uint2 *at, const uint2 &v) {
                : "memory");
 }
 
+__device__ __forceinline__ u32 load_relaxed(const u32 *at) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
 __device__ __forceinline__ uint4 load_relaxed(const uint4 *at) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

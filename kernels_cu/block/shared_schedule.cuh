@@ -3,6 +3,8 @@
 // request, and writes what itself will read: CTAs need not wait for each other.
 #pragma once
 
+#include "arch/memory_sm80.cuh"
+#include "block/prefix_search.cuh"
 #include "block/shared_work.cuh"
 
 constexpr int kMostWarps = 32;
@@ -12,6 +14,7 @@ template <int kMostRequests>
 struct ScheduleScratch {
   OwnRequest place[kMostRequests];
   i32 sums[2][2 * kMostLevels + 2][kMostWarps];
+  Deal deals[2];  // of own keys, and shared ones
   i32 own_line[kMostRequests + 1], group_line[kMostLevels * kMostRequests + 1];
   i32 key_end[kMostLevels][kMostRequests];
   i32 shared_begin[kMostRequests];  // of the group of level 0 that begins at a place
@@ -80,54 +83,114 @@ __device__ __forceinline__ int last_before(const i32 *line, int count, int targe
   return low;
 }
 
-__device__ __forceinline__ int2 node_of(const SharedParams &s, int batch, int level, int place) {
-  return s.tree ? s.tree[level * batch + place]
-                : make_int2(place ? -place : batch, s.common_keys);
-}
+// What a schedule is made of, of a place. Read from the L2 cache, where a launch in front may write.
+struct Lengths {
+  i32 request = 0, q_begin = 0, q_end = 0, keys = 0;
+  int2 node[kMostLevels] = {};
+
+  __device__ __forceinline__ Lengths(const AttentionParams &p, const SharedParams &s, int place) {
+    if (place >= p.batch) return;
+    request = request_of(p, s, place);
+    read(p, s, place);
+  }
+
+  // Of the search, before it is in memory.
+  template <int kMost>
+  __device__ __forceinline__ Lengths(const AttentionParams &p, const SharedParams &s, int place,
+                                     const FoundPlaces<kMost> &found) {
+    if (place >= p.batch) return;
+    request = found.request[place];
+#pragma unroll
+    for (int l = 0; l < kMostLevels; ++l) {
+      if (l < s.levels) node[l] = make_int2(found.node[l][place], found.end[l][place]);
+    }
+    q_begin = found.q_begin[request], q_end = found.q_end[request], keys = found.keys[request];
+  }
+
+  // Whether they are others by now.
+  __device__ __forceinline__ bool changed(const AttentionParams &p, const SharedParams &s,
+                                          int place) const {
+    if (place >= p.batch) return false;
+    Lengths now = *this;
+    now.request = request_of(p, s, place);
+    now.read(p, s, place);
+    bool differ = now.request != request || now.q_begin != q_begin || now.q_end != q_end ||
+                  now.keys != keys;
+#pragma unroll
+    for (int l = 0; l < kMostLevels; ++l) {
+      differ = differ || now.node[l].x != node[l].x || now.node[l].y != node[l].y;
+    }
+    return differ;
+  }
+
+  // Place of the first member of its group.
+  __device__ __forceinline__ int leader(int level, int place) const {
+    return max(0, place + min(0, node[level].x));
+  }
+
+ private:
+  // What is being written may be anything: no index may leave its array.
+  __device__ __forceinline__ static int request_of(const AttentionParams &p, const SharedParams &s,
+                                                   int place) {
+    return s.order ? min(load_relaxed(word(s.order + place)), p.batch - 1u) : place;
+  }
+  __device__ __forceinline__ void read(const AttentionParams &p, const SharedParams &s, int place) {
+#pragma unroll
+    for (int l = 0; l < kMostLevels; ++l) {
+      if (l < s.levels) node[l] = node_of(p, s, l, place);
+    }
+    q_begin = load_relaxed(word(p.cu_seqlens_q + request));
+    q_end = load_relaxed(word(p.cu_seqlens_q + request + 1));
+    keys = load_relaxed(word(p.seqused_k + request));
+  }
+  __device__ __forceinline__ static const u32 *word(const i32 *at) {
+    return reinterpret_cast<const u32 *>(at);
+  }
+  __device__ __forceinline__ static int2 node_of(const AttentionParams &p, const SharedParams &s,
+                                                 int level, int place) {
+    if (!s.tree) return make_int2(place ? -place : p.batch, s.common_keys);
+    const uint2 found = load_relaxed(reinterpret_cast<const uint2 *>(s.tree) +
+                                     level * p.batch + place);
+    return make_int2(found.x, found.y);
+  }
+};
 
 // A place: its request, what it shares and what it has of its own; nothing past the last one.
 struct Place {
   OwnRequest own = {};
-  int2 node[kMostLevels] = {};
   int depth = 0, first_level = 0;
   int shared_end = 0, shared_begin = 0;  // of the levels that it shares; of level 0: unless hidden
   int first_seen = 0, all_seen = 0;      // the first keys that some row of it sees, and all rows
 
   __device__ __forceinline__ Place(const AttentionParams &p, const DecodeParams &d,
-                                   const SharedParams &s, int place) {
+                                   const SharedParams &s, const Lengths &of, int place) {
     if (place >= p.batch) return;
-    const int request = s.order ? s.order[place] : place;
-#pragma unroll
-    for (int l = 0; l < kMostLevels; ++l) {
-      if (l < s.levels) node[l] = node_of(s, p.batch, l, place);
-    }
-    own.request = request, own.q_begin = p.cu_seqlens_q[request];
-    own.q_len = p.cu_seqlens_q[request + 1] - own.q_begin;
-    own.kv_len = p.seqused_k[request] + s.added_keys;
+    own.request = of.request, own.q_begin = of.q_begin;
+    own.q_len = of.q_end - of.q_begin, own.kv_len = of.keys + s.added_keys;
     own.row_blocks = (own.q_len * p.group + d.row_block - 1) / d.row_block;
     // Keys that all of its rows see; with ALiBi, those in front of all of them.
     const int behind = p.alibi_slopes ? 0 : p.window_right;
     const int seen = behind < 0 ? own.kv_len : min(own.kv_len, own.kv_len - own.q_len + behind + 1);
 #pragma unroll
     for (int l = 0; l < kMostLevels; ++l) {
-      const int end = node[l].y;
-      if (depth == l && node[l].x && own.q_len > 0 && end > shared_end && end <= seen) {
+      const int end = of.node[l].y;
+      if (depth == l && of.node[l].x && own.q_len > 0 && end > shared_end && end <= seen) {
         depth = l + 1, shared_end = end;
       }
     }
-    if (p.window_left >= 0) look_through_window(p, d);
+    if (p.window_left >= 0) look_through_window(p, d, of);
   }
 
   // Of the first level a part may be shared, the half of it at least; others as a whole.
   __device__ __forceinline__ void look_through_window(const AttentionParams &p,
-                                                      const DecodeParams &d) {
+                                                      const DecodeParams &d, const Lengths &of) {
     all_seen = max(0, own.kv_len - 1 - p.window_left);
     first_seen = max(0, own.kv_len - own.q_len - p.window_left);
-    if (depth && all_seen <= node[0].y / 2 && shared_from(all_seen) < node[0].y) return;
+    if (depth && all_seen <= of.node[0].y / 2 && shared_from(all_seen) < of.node[0].y) return;
     first_level = 1;
 #pragma unroll
     for (int l = 1; l < kMostLevels; ++l) {
-      const int begin = node[l - 1].y, inside_tile = begin & ((1 << d.tile_shift) - 1);
+      const int begin = of.node[l - 1].y, inside_tile = begin & ((1 << d.tile_shift) - 1);
       if (first_level != l) continue;
       shared_begin = begin;
       if (all_seen > begin || inside_tile) first_level = l + 1;
@@ -150,7 +213,7 @@ struct Place {
       own.early_key = begin - own.early_tiles * size;
     }
     const int left = own.kv_len - own.first_key;
-    own.tiles = own.early_tiles + (left > 0 ? ((left - 1) >> d.tile_shift) + 1 : 0);
+    own.tiles = max(0, own.early_tiles + (left > 0 ? ((left - 1) >> d.tile_shift) + 1 : 0));
   }
 };
 
@@ -161,17 +224,19 @@ class SharedSchedule {
   static constexpr int kLevels = kMostLevels, kBare = 1 << 16;
 
  public:
-  // Barriers inside, the last one behind everything that is in `x`.
   __device__ __forceinline__ SharedSchedule(const AttentionParams &p, const DecodeParams &d,
                                             const SharedParams &s,
                                             ScheduleScratch<kMostRequests> &x, int ctas)
-      : p(p), d(d), s(s), x(x), ctas(ctas) {
+      : p(p), d(d), s(s), x(x), ctas(ctas) {}
+
+  // Barriers inside, the last one behind everything that is in `x`.
+  __device__ __forceinline__ void make(const Lengths &of) {
     const int i = threadIdx.x, batch = p.batch, heads = p.heads_kv;
-    Place mine(p, d, s, i);
+    Place mine(p, d, s, of, i);
     const int depth = mine.depth, first_level = mine.first_level, q_len = mine.own.q_len;
-    const int2 (&node)[kLevels] = mine.node;
+    const int2 (&node)[kLevels] = of.node;
     if (i < batch) x.shared_begin[i] = 0;
-    const int leader = i + min(0, node[0].x);
+    const int leader = of.leader(0, i);
     if (p.window_left >= 0) {
       __syncthreads();
       if (depth && !first_level) {
@@ -199,7 +264,7 @@ class SharedSchedule {
       x.tokens_before[l][i] = before[2 + l];
       if (i == 0) x.tokens_before[l][blockDim.x] = all[2 + l];
       if (i < batch) {
-        x.leader[l][i] = i + min(0, node[l].x), x.key_end[l][i] = node[l].y;
+        x.leader[l][i] = of.leader(l, i), x.key_end[l][i] = node[l].y;
         x.members[l][i] = max(0, min(node[l].x, batch - i));
       }
     }
@@ -213,6 +278,7 @@ class SharedSchedule {
       const int count = i < batch ? tokens_of(l, i) : 0;
       if (count <= 0) continue;
       const int blocks = blocks_of(l, i);
+      if (blocks <= 0) continue;
       work[2 * l] = ((count - 1) / row_tokens() + 1) * heads * blocks, work[2 * l + 1] = 1;
       segment.least = min(segment.least, blocks), segment.most = max(segment.most, blocks);
     }
@@ -222,14 +288,14 @@ class SharedSchedule {
 #pragma unroll
     for (int l = 0; l < kLevels; ++l) {
       if (l >= s.levels) break;
-      if (work[2 * l]) {
+      if (work[2 * l + 1]) {
         const int at = groups + work_before[2 * l + 1];
         x.group_line[at] = total + work_before[2 * l];
         x.group_at[l][i] = at, x.group_node[at] = l * kMostRequests + i;
       }
       // Of the members that are left the first one's row of the block table is used.
       if (first_level <= l && l < depth) {
-        const int first = i + min(0, node[l].x);
+        const int first = of.leader(l, i);
         if (x.tokens_before[l][first] == before[2 + l]) {
           x.group_request[l][first] = mine.own.request;
         }
@@ -237,57 +303,61 @@ class SharedSchedule {
       total += work_all[2 * l], groups += work_all[2 * l + 1];
     }
     if (i == 0) x.group_line[groups] = total;
-    own = Deal(all[0], own_segment.common(), own_segment.most, ctas * kOwnWarps, kFewestTiles,
-               d.most_pieces);
-    shared = Deal(total, segment.common(), segment.most, ctas, p.total_q <= half_tokens(p) ? 2 * kFewestBlocks : kFewestBlocks, d.most_pieces);
-    all_near = s.near && all[1] < kBare && own.within(kOwnWarps);
+    // Divisions take long: one half of the threads deals own keys, the other shared ones.
+    const bool deals_own = i < blockDim.x / 2;
+    const bool few = p.total_q <= half_tokens(p);
+    const Deal dealt(deals_own ? all[0] : total,
+                     deals_own ? own_segment.common() : segment.common(),
+                     deals_own ? own_segment.most : segment.most,
+                     deals_own ? ctas * kOwnWarps : ctas,
+                     deals_own ? kFewestTiles : few ? 2 * kFewestBlocks : kFewestBlocks,
+                     d.most_pieces);
+    if (i % (blockDim.x / 2) == 0) x.deals[!deals_own] = dealt;
     __syncthreads();
+    own = x.deals[0], shared = x.deals[1];
+    all_near = s.near && all[1] < kBare && own.within(kOwnWarps);
   }
 
-  // What the warps of CTA `cta` start from, and the requests, groups and tokens that they meet.
-  // `common`: in tables of all CTAs, to which each adds what begins in its spans. Else in tables of
-  // its own, with `cta` ahead: neighbours have one of each in common at most.
-  __device__ __forceinline__ void starts(int cta, SharedStarts to, bool common) const {
-    const int half = blockDim.x / 2, i = threadIdx.x, ahead = common ? 0 : cta;
-    const KeyRange span = shared.span(cta);
-    if (i < half) {
-      const int begin = own.span(cta * kOwnWarps).begin;
-      const int end = own.span(cta * kOwnWarps + kOwnWarps - 1).end;
+  // What the warps of a CTA start from; what they go on with is in tables of its own, with its
+  // index ahead: neighbours have one entry in common at most.
+  __device__ __forceinline__ void starts(int cta, SharedStarts to) const {
+    const int i = threadIdx.x;
+    if (i < 32) {
       const KeyRange warp = own.span(cta * kOwnWarps + i % kOwnWarps);
+      const int begin = __shfl_sync(0xffffffffu, warp.begin, 0);
+      const int end = __shfl_sync(0xffffffffu, warp.end, kOwnWarps - 1);
       const int target = i < kOwnWarps ? warp.begin : i == kOwnWarps + 1 ? end : begin;
-      const int from =
-          target < static_cast<int>(own.total) ? last_before(x.own_line, owners, target) : 0;
+      const int from = owner_at(target);
       // In step: divisions take long.
-      const int row = i < 32 && s.near ? row_at(from, target) : 0;
+      const int row = s.near ? row_at(from, target) : 0;
       if (i == kOwnWarps) to.groups[3].x = row, to.groups[3].z = all_near;
       if (i == kOwnWarps + 1) to.groups[3].y = row;
-      if (i < kOwnWarps) {
-        OwnStart start = {};
-        start.span = make_int4(warp.begin, warp.end, from + ahead, 0);
-        if (warp.begin < warp.end) start.request = x.place[x.own_place[from]];
-        to.own[i] = start;
-      }
-      const int lowest = begin < end ? __shfl_sync(0xffffffffu, from, kOwnWarps) : owners;
+      if (i < kOwnWarps) to.own[i] = own_start(warp, from, cta);
+    } else if (i == blockDim.x / 2) {
+      group_start(cta, to.groups, cta);
+    }
+  }
+
+  // The requests, groups and tokens that they meet. A barrier is behind starts().
+  __device__ __forceinline__ void lists(int cta, SharedStarts from) const {
+    const int half = blockDim.x / 2, i = threadIdx.x;
+    const int4 start = *from.groups;
+    const KeyRange span = {start.x, start.y};
+    if (i < half) {
+      const int begin = from.own->span.x, end = from.own[kOwnWarps - 1].span.y;
+      const int lowest = begin < end ? from.own->span.z - cta : owners;
 #pragma unroll 1
       for (int at = lowest + i; at < owners && x.own_line[at] < end; at += half) {
-        if (common && x.own_line[at] < begin) continue;
-        s.own[at + ahead] = x.place[x.own_place[at]];
+        s.own[at + cta] = x.place[x.own_place[at]];
       }
     } else {
-      const bool some = span.begin < span.end;
-      const int from = some ? last_before(x.group_line, groups, span.begin) : 0;
-      if (i == half) {
-        to.groups[0] = make_int4(span.begin, span.end, from + ahead, ahead * row_tokens());
-        if (some) put_group(from, to.groups + 1);
-      }
 #pragma unroll 1
-      for (int at = some ? from + i - half : groups;
+      for (int at = span.begin < span.end ? start.z - cta + i - half : groups;
            at < groups && x.group_line[at] < span.end; at += half) {
-        if (common && x.group_line[at] < span.begin) continue;
-        put_group(at, s.groups + 2 * (at + ahead));
+        put_group(at, s.groups + 2 * (at + cta));
       }
     }
-    tokens(span, ahead * row_tokens(), common);
+    if (i < p.batch) tokens(i, span, cta * row_tokens());
   }
 
   // How the results of a row come together, of every row that CTA `cta` merges; by `threads`.
@@ -297,8 +367,49 @@ class SharedSchedule {
     const int far = all_near ? 0 : (all - cta + ctas - 1) / ctas;
 #pragma unroll 1
     for (int i = thread; i < close + far; i += threads) {
-      write_row(i < close ? near.x + i : cta + (i - close) * ctas, i < close);
+      const bool here = i < close;
+      const int n = here ? near.x + i : cta + (i - close) * ctas;
+      MergeRow row = row_of(n);
+      if (here != (row.warps != 0)) row.total = -1;
+      put(s.rows[here ? n : all + n], row);
     }
+  }
+
+  // All of it, for all CTAs, by so many threads.
+  __device__ __forceinline__ void write(int thread, int threads) const {
+#pragma unroll 1
+    for (int n = threads - 1 - thread; n < ctas * (kOwnWarps + 2); n += threads) {
+      const int cta = n % ctas, part = n / ctas;
+      int4 *const to = s.group_starts + 4 * cta;
+      if (part < kOwnWarps) {
+        const int warp = cta * kOwnWarps + part;
+        const KeyRange span = own.span(warp);
+        s.own_starts[warp] = own_start(span, owner_at(span.begin), 0);
+      } else if (part == kOwnWarps) {
+        group_start(cta, to, 0);
+      } else {
+        const int begin = own.span(cta * kOwnWarps).begin;
+        const int end = own.span(cta * kOwnWarps + kOwnWarps - 1).end;
+        to[3] = make_int4(s.near ? row_at(owner_at(begin), begin) : 0,
+                          s.near ? row_at(owner_at(end), end) : 0, all_near, 0);
+      }
+    }
+    const int last = threads - 1 - thread, rows = row_count();
+    const KeyRange all = {0, 0x7fffffff};
+#pragma unroll 1
+    for (int i = last; i < p.batch; i += threads) tokens(i, all, 0);
+#pragma unroll 1
+    for (int i = last; i < owners; i += threads) s.own[i] = x.place[x.own_place[i]];
+#pragma unroll 1
+    for (int i = last; i < groups; i += threads) put_group(i, s.groups + 2 * i);
+#pragma unroll 1
+    for (int n = thread; n < rows; n += threads) {
+      const MergeRow row = row_of(n);
+      const int near = row.warps ? n : rows + n, other = row.warps ? rows + n : n;
+      put(s.rows[near], row);
+      s.rows[other].total = -1;
+    }
+    if (thread < 2) s.arrivals[thread] = 0;
   }
 
  private:
@@ -341,9 +452,25 @@ class SharedSchedule {
     return x.tokens_before[level][place + x.members[level][place]] - x.tokens_before[level][place];
   }
 
-  __device__ __forceinline__ void tokens(KeyRange span, int ahead, bool common) const {
-    const int place = threadIdx.x;
-    if (place >= p.batch) return;
+  __device__ __forceinline__ int owner_at(int position) const {
+    return position < static_cast<int>(own.total) ? last_before(x.own_line, owners, position) : 0;
+  }
+  __device__ __forceinline__ OwnStart own_start(KeyRange span, int from, int ahead) const {
+    OwnStart start = {};
+    start.span = make_int4(span.begin, span.end, from + ahead, 0);
+    if (span.begin < span.end) start.request = x.place[x.own_place[from]];
+    return start;
+  }
+  __device__ __forceinline__ void group_start(int cta, int4 *to, int ahead) const {
+    const KeyRange span = shared.span(cta);
+    const bool some = span.begin < span.end;
+    const int from = some ? last_before(x.group_line, groups, span.begin) : 0;
+    to[0] = make_int4(span.begin, span.end, from + ahead, ahead * row_tokens());
+    if (some) put_group(from, to + 1);
+  }
+
+  // Of a place, what is in a span.
+  __device__ __forceinline__ void tokens(int place, KeyRange span, int ahead) const {
     const OwnRequest of = x.place[place];
 #pragma unroll 1
     for (int l = of.first_level(); l < of.levels(); ++l) {
@@ -355,7 +482,7 @@ class SharedSchedule {
       for (int n = 0; n < of.q_len; ++n) {
         const int block = (first + n - x.tokens_before[l][leader]) / row_tokens();
         const int begin = line + block * each;
-        if (begin < span.end && (common ? begin : begin + each - 1) >= span.begin) {
+        if (begin < span.end && begin + each > span.begin) {
           s.tokens[l * p.total_q + first + n + ahead] =
               make_int4(of.q_begin + n, of.kv_len - of.q_len + n, of.request, 0);
         }
@@ -363,48 +490,56 @@ class SharedSchedule {
     }
   }
 
-  // `near`: as one that is merged where its own keys are, or as one that is not.
-  __device__ __forceinline__ void write_row(int n, bool near) const {
-    MergeRow &row = s.rows[near ? n : row_count() + n];
+  __device__ __forceinline__ MergeRow row_of(int n) const {
     const int rows = s.most_tokens * p.group, line = n / rows, in_head = n - line * rows;
     const int place = line / p.heads_kv, head = line - place * p.heads_kv;
     const OwnRequest &of = x.place[place];
     const int in_request = in_head / p.group, in_group = in_head - in_request * p.group;
-    int total = in_request < of.q_len ? 0 : -1, first_row = 0, count = 0, warps = 0, line_end = 0;
+    MergeRow row;
+    row.token = of.q_begin + in_request, row.head = head * p.group + in_group;
+    row.warps = row.line_end = 0;
+    int total = in_request < of.q_len ? 0 : -1, first_row = 0, count = 0;
     if (total == 0 && of.tiles) {
       const int block = in_head / d.row_block;
       const int first = of.line + (head * of.row_blocks + block) * of.tiles;
       const int2 found = own.owners(first, first + of.tiles);
       first_row = own_partial_row(p, d, s, place, head, block, found.x) + in_head -
                   block * d.row_block;
-      total = count = found.y, line_end = first + of.tiles;
+      total = count = found.y, row.line_end = first + of.tiles;
       const int from = found.x % kOwnWarps;
-      if (s.near && from + count <= kOwnWarps) warps = ((1 << count) - 1) << from;
+      if (s.near && from + count <= kOwnWarps) row.warps = ((1 << count) - 1) << from;
     }
     row.first[kLevels] = first_row, row.count[kLevels] = count;
+#pragma unroll
+    for (int l = 0; l < kLevels; ++l) row.first[l] = row.count[l] = row.half[l] = 0;
 #pragma unroll 1
-    for (int l = 0; l < kLevels; ++l) {
-      int half = 0;
-      first_row = count = 0;
-      if (total >= 0 && of.first_level() <= l && l < of.levels()) {
-        const int leader = x.leader[l][place], ahead = x.tokens_before[l][leader];
-        const int token = x.tokens_before[l][place] + in_request;
-        const int block = (token - ahead) / row_tokens(), blocks = blocks_of(l, leader);
-        const RowBlock taken(p, l * p.total_q + ahead, tokens_of(l, leader), block);
-        const int first =
-            x.group_line[x.group_at[l][leader]] + (block * p.heads_kv + head) * blocks;
-        const int2 found = shared.owners(first, first + blocks);
-        first_row = taken.partial_row(p, head, found.x) +
-                    (l * p.total_q + token - taken.first) * p.group + in_group;
-        half = taken.halves ? taken.count * p.group : 0;
-        count = found.y << (taken.halves ? 1 : 0);
-        total += count;
+    for (int l = of.first_level(); total >= 0 && l < of.levels(); ++l) {
+      const int leader = x.leader[l][place], ahead = x.tokens_before[l][leader];
+      const int token = x.tokens_before[l][place] + in_request;
+      const int block = (token - ahead) / row_tokens(), blocks = blocks_of(l, leader);
+      const RowBlock taken(p, l * p.total_q + ahead, tokens_of(l, leader), block);
+      const int first = x.group_line[x.group_at[l][leader]] + (block * p.heads_kv + head) * blocks;
+      const int2 found = shared.owners(first, first + blocks);
+      first_row = taken.partial_row(p, head, found.x) +
+                  (l * p.total_q + token - taken.first) * p.group + in_group;
+      count = found.y << (taken.halves ? 1 : 0), total += count;
+      // An index that is known, so that the row stays in registers.
+#pragma unroll
+      for (int k = 0; k < kLevels; ++k) {
+        if (k != l) continue;
+        row.first[k] = first_row, row.count[k] = count;
+        row.half[k] = taken.halves ? taken.count * p.group : 0;
       }
-      row.first[l] = first_row, row.count[l] = count, row.half[l] = half;
     }
-    row.token = of.q_begin + in_request, row.head = head * p.group + in_group;
-    row.warps = warps, row.line_end = line_end;
     // Its only part is the result, and is there already.
-    row.total = (of.levels() == 0 && total == 1) || near != (warps != 0) ? -1 : total;
+    row.total = of.levels() == 0 && total == 1 ? -1 : total;
+    return row;
+  }
+
+  __device__ __forceinline__ static void put(MergeRow &to, const MergeRow &row) {
+    constexpr int kWords = sizeof(MergeRow) / 16;
+    const uint4 *const from = reinterpret_cast<const uint4 *>(&row);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) reinterpret_cast<uint4 *>(&to)[i] = from[i];
   }
 };

@@ -18,7 +18,7 @@ constexpr int kOwnWarps = 4;
 constexpr int kFewestBlocks = 2, kFewestTiles = 4;  // of a piece, if there is a choice
 
 struct Deal {
-  u32 total, count, pieces = 0, whole = 0, segment, share = 0, rest = 0;
+  u32 total, count, pieces, whole, segment, share, rest;
 
   Deal() = default;
 
@@ -26,7 +26,7 @@ struct Deal {
   // segment, 0: any. Spans that end where segments end leave fewer partial results.
   __device__ __forceinline__ Deal(u32 total, u32 segment, u32 largest, u32 spans, u32 fewest,
                                   u32 most_pieces)
-      : total(total), segment(segment) {
+      : total(total), pieces(0), whole(0), segment(segment), share(0), rest(0) {
     count = min(spans, (total + fewest - 1) / fewest);
     if (total == 0) return;
     if (most_pieces > 1) {

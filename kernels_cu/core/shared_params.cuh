@@ -70,7 +70,7 @@ struct SharedParams {
   i32 row_blocks;      // of own keys and a request, at most
   i32 ahead;           // the schedule is there already; 0: every CTA makes its part
   i32 near;            // rows are merged where their own keys are, if those are in one CTA
-  i32 unused;
+  i32 ctas;            // of the attention
   float scale;         // of scores, to base 2, as they are or modified
   float modify_scale;  // of scores that are capped, over the cap; or of those with ALiBi, to base 2
 };

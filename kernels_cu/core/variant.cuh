@@ -140,6 +140,9 @@ static_assert(!LatentVariant::kWiden || LatentVariant::kCache >= kE4m3, "");
 // The schedule of shared prefixes.
 struct SharedScheduleVariant {
   static constexpr int kSharedBytes = SHARED_NBYTES;
+#ifdef SEARCH_NBYTES
+  static constexpr int kSearchBytes = SEARCH_NBYTES;
+#endif
 #ifdef SCRATCH_NBYTES
   static constexpr int kScratchBytes = SCRATCH_NBYTES;
 #endif

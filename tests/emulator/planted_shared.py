@@ -10,13 +10,16 @@ import numpy as np
 from prefixes import SHARED, cascade, check_nodes, make_shared, once, schedule_of, sets_of
 
 from cupyflash.prefix_search import find_prefix_tree
+from cupyflash.prefix_tree import PrefixTree
 
+from .device import device_array
 from .planted import Planted, check
 
-__all__ = ["PLANTED_SHARED"]
+__all__ = ["KERNEL", "LATE_CASES", "PLANTED_SHARED", "PlantedShared"]
 
 KERNEL, SEARCH = "attention_shared_sm90.cu", "find_prefixes.cu"
-SCHEDULE = "schedule_shared.cu"
+SCHEDULE, SHARE = "schedule_shared.cu", "share_prefixes.cu"
+_EARLY = r"const Lengths found\(p, s, threadIdx\.x\);([\s\S]*?)found\.changed\(p, s, threadIdx\.x\)"
 _PAIR = SHARED.replace(lengths=((1, 420), (1, 300)), num_heads_kv=1, head_dim=64)
 _FULL = SHARED.replace(lengths=((1, 470),) * 20, num_heads_kv=1, head_dim=64)  # two warpgroups
 _MANY = _FULL.replace(lengths=((1, 1300),) * 20)  # rows to be merged by whom has their own keys
@@ -26,6 +29,7 @@ _WINDOW = SHARED.replace(lengths=((1, 300), (2, 280), (1, 330), (1, 290)), windo
 _ROWS = SHARED.replace(lengths=((5, 300), (2, 280)))  # more than read own keys together
 _ALIBI = _FULL.replace(lengths=((1, 270),) * 20, alibi="head")  # shared keys are near
 _SHORT = SHARED.replace(lengths=((0, 0), (4, 60), (1, 200), (1, 100)), group_size=1)
+LATE_CASES = {"full": _FULL, "pair": _PAIR, "uneven": _UNEVEN, "window": _WINDOW}
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,17 @@ class PlantedShared(Planted):
 
     keys: int = 256
     ahead: bool = False
+    found: bool = False  # with the tree, by one launch
 
     def attend(self) -> None:
         inputs, tree = make_shared(self.case, [(range(len(self.case.lengths)), self.keys)])
+        if self.found:
+            batch, table = len(self.case.lengths), inputs.args["block_table"]
+            table[::2, self.keys // 16] = table[0, self.keys // 16]
+            tree = PrefixTree(batch, 2, device_array(4 * batch + batch, np.int32, 99))
+            made = schedule_of(inputs, tree, block_table=table)
+            cascade(inputs, tree, prefix_scheduler_metadata=made)
+            return
         if self.ahead:
             cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
             return
@@ -50,7 +62,7 @@ class PlantedSearch(Planted):
     """In the search for shared blocks; two levels, compared in two parts."""
 
     def attend(self) -> None:
-        requests, columns = 40, 300
+        requests, columns = 80, 300
         table = np.arange(requests * columns, dtype=np.int32).reshape(requests, columns)
         table[::2, :280], table[1::2, :20] = table[0, :280], table[1, :20]
         table[1::4, 20:40] = table[1, 20:40]
@@ -90,7 +102,7 @@ PLANTED_SHARED = [
     PlantedShared("shared: own keys are not waited for", KERNEL, r"load_acquire_shared\(at\) < of\.line_end", "false", _MANY, num_sms=4),
     PlantedShared("shared: one of two warps is waited for", KERNEL, r"\(\(1 << count\) - 1\) << from", "1 << from", _MANY, num_sms=20),
     PlantedShared("shared: own keys are told of without order", KERNEL, r"st\.release\.cta\.shared", "st.relaxed.cta.shared", _MANY, num_sms=4),
-    PlantedShared("shared: rows are merged in two places", KERNEL, r"near != \(warps != 0\)", "false", _UNEVEN),
+    PlantedShared("shared: rows are merged in two places", KERNEL, r"here != \(row\.warps != 0\)", "false", _UNEVEN),
     PlantedShared("shared: counter without order", KERNEL, r"atom\.acq_rel\.gpu\.global\.inc", "atom.relaxed.gpu.global.inc", _FULL),
     PlantedShared("shared: own keys of the wrong phase", KERNEL, r"(mbarrier_wait\(barrier \+ stage \* 8, parity)\);", r"\1 ^ 1);", _FULL),
     PlantedShared("shared: own keys are refilled too early", KERNEL, r"__syncwarp\(\);(\s*ask\(stage\))", r"\1", _FULL.replace(lengths=((1, 900),) * 20)),
@@ -98,22 +110,33 @@ PLANTED_SHARED = [
     PlantedShared("shared: the table row of one that left", KERNEL, r"x\.tokens_before\[l\]\[first\] == before\[2 \+ l\]", "i == first", _SHORT, keys=64),
     PlantedShared("shared: rows are merged before it is known how", KERNEL, r"(const bool tiles[^\n]*\n\s*)if constexpr \(V::kInside\) mbarrier_wait\(base \+ S::kRows, 0\);", r"\1;", _FULL),
     PlantedShared("shared: values arrive where the schedule is made", KERNEL, r"mbarrier_wait\(base \+ S::kRows, 0\);([^\n]*memory of values)", r"\1", _FULL),
-    PlantedShared("shared: the schedule is read before it is there", KERNEL, r"(schedule\.starts\([^)]*\);\s*fence_async_proxy\(\);)\s*__syncthreads\(\);", r"\1", _FULL),
-    PlantedShared("shared: neighbours write the same request", KERNEL, r"s\.own\[at \+ ahead\]", "s.own[at]", _FULL),
+    PlantedShared("shared: the schedule is read before it is there", KERNEL, r"(schedule\.lists\([^)]*\);\s*fence_async_proxy\(\);)\s*__syncthreads\(\);", r"\1", _FULL),
+    PlantedShared("shared: neighbours write the same request", KERNEL, r"s\.own\[at \+ cta\]", "s.own[at]", _FULL),
     PlantedShared("shared: keys that a window hides", KERNEL, r"Place::shared_from\(mine\.all_seen\)", "mine.all_seen & -kShareKeys", _WINDOW),
     PlantedShared("shared: keys between a window and the shared ones", KERNEL, r"begin - first_seen \+ size - 1", "begin - first_seen", _WINDOW),
     PlantedShared("shared: ALiBi of the first block for all", KERNEL, r"distance\[h\] \+ n \* kShareKeys", "distance[h]", _ALIBI),
     PlantedShared("shared: queries of the first row block", KERNEL, r"row = block \* d\.row_block;", "row = 0;", _ROWS),
     PlantedShared("shared: partial results of one part of a row", KERNEL, r"min\(4 \* k \+ group, last\)", "min(4 * k, last)", _PAIR, num_sms=4),
     PlantedShared("schedule: nothing", SCHEDULE, "", "", _FULL, ahead=True),
-    PlantedShared("schedule: all write what they meet", SCHEDULE, r"common && x\.own_line\[at\] < begin", "false", _FULL, ahead=True),
-    PlantedShared("schedule: all write the tokens they meet", SCHEDULE, r"common \? begin : begin \+ each - 1", "begin + each - 1", _FULL, ahead=True),
-    PlantedShared("schedule: the counter is as it was", SCHEDULE, r"s\.arrivals\[threadIdx\.x\] = 0;", ";", _FULL, ahead=True),
+    PlantedShared("shared: lengths of before the launch in front", KERNEL, _EARLY, r"Lengths found(p, s, threadIdx.x);\n if (!over) found.keys -= 70;\1false", _FULL),
+    PlantedShared("shared: keys are asked for before the launch in front is over", KERNEL, r"if \(!__syncthreads_or\(([^\n]*)\)\) break;", r"if (\1) break;", _FULL),
+    PlantedShared("schedule: a row is merged twice", SCHEDULE, r"s\.rows\[other\]\.total = -1;", "put(s.rows[other], row);", _UNEVEN, ahead=True),
+    PlantedShared("schedule: tokens of a place are left out", SCHEDULE, r"i = last; i < p\.batch;", "i = last + 1; i < p.batch;", _FULL, ahead=True),
+    PlantedShared("schedule: warps start at the next request", SCHEDULE, r"own_start\(span, owner_at\(span\.begin\), 0\)", "own_start(span, min(owner_at(span.begin) + 1, owners - 1), 0)", _UNEVEN, ahead=True),
+    PlantedShared("schedule: dealt to more warps than there are", SCHEDULE, r"deals_own \? ctas \* kOwnWarps", "deals_own ? 2 * ctas * kOwnWarps", _UNEVEN, ahead=True),
+    PlantedShared("schedule: the counter is as it was", SCHEDULE, r"if \(thread < 2\) s\.arrivals\[thread\] = 0;", ";", _FULL, ahead=True),
+    PlantedShared("share: nothing", SHARE, "", "", _FULL, found=True),
+    PlantedShared("share: places are told of to some", SHARE, r"found && lane < kCtas\) put", "found && lane < kCtas - 1) put", _FULL, found=True),
+    PlantedShared("share: dealt before all places are known", SHARE, r"(place\(r, level\);\s*\})\s*cluster_sync\(\);", r"\1", _FULL, found=True),
+    PlantedShared("share: one CTA writes for all", SHARE, r"threadIdx\.x \* gridDim\.x \+ blockIdx\.x, gridDim\.x \* kSearch", "threadIdx.x, gridDim.x * kSearch", _FULL, found=True),
+    PlantedShared("share: requests as they stand", SHARE, r"request = found\.request\[place\]", "request = place", _FULL, found=True),
     PlantedSearch("search: nothing", SEARCH, "", "", SHARED),
     PlantedSearch("search: a leader that is not the first", SEARCH, r"atomicMin\(&x\.slot\[at\], r\);", "", SHARED),
     PlantedSearch("search: members of different groups", SEARCH, r"leader_before\(level, other\) != before\[e\]", "false", SHARED),
     PlantedSearch("search: ends before all have compared", SEARCH, r"compare\(level\);\s*cluster_sync\(\);", "compare(level);", SHARED),
-    PlantedSearch("search: only the first part is compared", SEARCH, r"if \(first >= last\) continue;", "if (first > 0) continue;", SHARED),
-    PlantedSearch("search: blocks of this step", SEARCH, r"p\.seqused_k\[r\] - q_len", "p.seqused_k[r] + 15", SHARED),
-    PlantedSearch("search: levels end where blocks still are alike", SEARCH, r"a\[i\] != b\[i\]", "false", SHARED),
+    PlantedSearch("search: only the first part is compared", SEARCH, r"if \(first\[k\] >= last\[k\]\) continue;", "if (first[k] > 0) continue;", SHARED),
+    PlantedSearch("search: one of two requests a turn", SEARCH, r"for \(int k = 0; k < kPairs; \+\+k\) \{(\s*const int leader)", r"for (int k = 0; k < 1; ++k) {\1", SHARED),
+    PlantedSearch("search: places by the outermost leader alone", SEARCH, r"\(l < level \? x\.leader\[l\]\[r\] : r\)", "(l < 1 ? x.leader[l][r] : r)", SHARED),
+    PlantedSearch("search: blocks of this step", SEARCH, r"all - \(q_end - q_begin\)", "all + 15", SHARED),
+    PlantedSearch("search: levels end where blocks still are alike", SEARCH, r"a\[k\]\[i\] != b\[k\]\[i\]", "false", SHARED),
 ]  # fmt: skip
