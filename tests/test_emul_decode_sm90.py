@@ -131,17 +131,18 @@ def test_a_window_reads_its_key_tiles_alone(window):
 
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 1), st.integers(-2, 400)), min_size=4, max_size=5),
-    shape=st.sampled_from([("bf16", 128, 1), ("fp16", 128, 1), ("e4m3", 128, 2), ("e5m2", 128, 1),
-                           ("bf16", 64, 2), ("fp16", 64, 1)]),
+    shape=st.sampled_from([("bf16", 128, 1), ("fp16", 128, 4), ("bf16", 128, 8), ("fp16", 128, 3),
+                           ("e4m3", 128, 2), ("e5m2", 128, 1), ("bf16", 64, 2), ("fp16", 64, 1)]),
+    num_heads_kv=st.sampled_from([8, 8, 16]),
     page_size=st.sampled_from([16, 32, 128]), layout=st.sampled_from(["NHD", "HND", "strided"]),
     order=st.integers(0, 9), num_sms=st.sampled_from([2, 3, 4]),
 )  # fmt: skip
-def test_heads_side_by_side(lengths, shape, order, num_sms, **options):
+def test_heads_side_by_side(lengths, shape, num_heads_kv, order, num_sms, **options):
     """Warps of a block share what comes for all of their heads."""
     kv_type, head_dim, group = shape
     q_type = "bf16" if kv_type.startswith("e") else kv_type
-    case = Case(lengths=tuple(lengths), num_heads_kv=8, group_size=group, head_dim=head_dim,
-                q_type=q_type, kv_type=kv_type, **options)  # fmt: skip
+    case = Case(lengths=tuple(lengths), num_heads_kv=num_heads_kv, group_size=group,
+                head_dim=head_dim, q_type=q_type, kv_type=kv_type, **options)  # fmt: skip
     with emulated("sm_90", num_sms=num_sms, seed=order):
         check(case)
         if sum(case.q_lens) and sum(case.kv_lens):

@@ -132,7 +132,15 @@ def test_large_batches(batch):
 
 @pytest.mark.parametrize(
     "shape",
-    [("bf16", 128, 1), ("fp16", 128, 1), ("e4m3", 128, 4), ("e5m2", 128, 8), ("bf16", 64, 4)],
+    [
+        ("bf16", 128, 1),
+        ("fp16", 128, 1),
+        ("bf16", 128, 4),
+        ("fp16", 128, 8),
+        ("e4m3", 128, 4),
+        ("e5m2", 128, 8),
+        ("bf16", 64, 4),
+    ],
 )
 @pytest.mark.parametrize("alike", [False, True])
 def test_heads_side_by_side(shape, alike):

@@ -139,14 +139,16 @@ def _tile(problem: AttentionProblem, alone: bool = False) -> DecodeTile:
 def _side_by_side(problem: AttentionProblem, info: DeviceInfo, mixed: bool) -> int:
     """KV heads that a block takes together, so that short rows are read beside each other.
 
-    Not where it leaves too few segments: a split one costs more than the rows gain. Of heads with
-    one query each, a warp of a block of 8 takes one: there is little of them to merge.
+    Not where it leaves too few segments: a split one costs more than the rows gain. Of eight heads
+    a warp of a block of 8 takes one each, where nearly every multiprocessor gets a piece all the
+    same and a segment is two pieces at most.
     """
     if problem.batch_invariant:
         return 1
     eight, rest = divmod(problem.num_heads_kv, 8)
-    alone = _tokens(problem) * problem.group_size == 1 and not (mixed or problem.num_splits)
-    if alone and not rest and info.num_sms <= problem.batch * eight and not _has_table(problem):
+    alone = _tokens(problem) * problem.group_size <= 8 and not (mixed or problem.num_splits)
+    many = 2 * problem.batch * eight >= info.num_sms - info.num_sms // 16
+    if alone and not rest and many and not _has_table(problem):
         paged = problem.page_size is not None and problem.page_size % 16 == 0
         if paged and head_bucket(problem) == 128 and not problem.kv_type.is_fp8:
             return 8 if is_plain(problem, _tile(problem)) else 1

@@ -22,7 +22,7 @@ _PER_THREAD_STREAM = 2
 COUNTERS = 4096
 """uint32 words of `Scratch.counters` that blocks count in."""
 
-MAILBOX = 1 << 19
+MAILBOX = 1 << 20
 """uint32 words behind them, where blocks leave each other what is not 0."""
 
 

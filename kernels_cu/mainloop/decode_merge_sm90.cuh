@@ -5,12 +5,14 @@
 #include "mainloop/mail_merge.cuh"
 
 template <class V>
-class DecodeMerge : public MailMerge<V::kWarps> {
-  using Base = MailMerge<V::kWarps>;
+class DecodeMerge : public MailMerge<V::kWarps, V::kSharedRings && V::kWarps == 8> {
+  using Base = MailMerge<V::kWarps, V::kSharedRings && V::kWarps == 8>;
   using Base::d, Base::kAll, Base::kPad, Base::kWide, Base::lse_of, Base::merge_mail;
   using Base::merge_spans, Base::p, Base::partial_row, Base::piece_block, Base::post;
   using Base::states_, Base::store_final, Base::values_;
   static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16, kWarps = V::kWarps;
+  // No two warps have the same head.
+  static constexpr bool kLone = V::kSharedRings && kWarps == 8;
 
  public:
   __device__ __forceinline__ DecodeMerge(const AttentionParams &p, const DecodeParams &d, char *at)
@@ -52,10 +54,17 @@ class DecodeMerge : public MailMerge<V::kWarps> {
 #pragma unroll 1
     for (int column = 0; column < p.head_dim_v; column += 1 << d.column_shift) {
       put_columns(state, piece.row_end - piece.row_begin, column);
+      if constexpr (kLone) {
+        __syncwarp();
+        store_own(piece, slot, column, mailed, scale);
+        __syncwarp();
+        continue;
+      }
       __syncthreads();
       merge_warps(piece, slot, column, mailed, scales);
       if (!mailed || column + (1 << d.column_shift) < p.head_dim_v) __syncthreads();
     }
+    if (kLone && !mailed) __syncthreads();
     if (mailed) {
       merge_mail(piece, first, spans.pieces(), cta - first);
     } else if (!piece.whole()) {
@@ -124,18 +133,46 @@ class DecodeMerge : public MailMerge<V::kWarps> {
       const float norm = __fdividef(scales[side], sum);
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : acc[e] * norm;
-      if (piece.whole()) {
-        store_final(piece, side, row, at, acc, lse_of(shift, sum));
-      } else {
-        const u32 to = partial_row(slot, side * d.row_block + row);
-        if (mailed) {
-          post(to, at, acc, top, sum);
-          continue;
-        }
-        *reinterpret_cast<float4 *>(d.partial_out + static_cast<u64>(to) * p.head_dim_v + at) =
-            make_float4(acc[0], acc[1], acc[2], acc[3]);
-        if (at == 0) d.partial_state[to] = {top, sum};
-      }
+      store_four_of(piece, slot, side, row, at, mailed, acc, top, sum);
     }
+  }
+
+  // The warp's own rows, of a head that no other warp has.
+  __device__ __forceinline__ void store_own(const Piece &piece, int slot, int column, bool mailed,
+                                            float scale) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int rows = piece.row_end - piece.row_begin, quads_shift = d.column_shift - 2;
+    const int stride = (1 << d.column_shift) + kPad;
+#pragma unroll 1
+    for (int i = lane; i < rows << quads_shift; i += 32) {
+      const int row = i >> quads_shift, in_pass = (i & ((1 << quads_shift) - 1)) * 4;
+      if (column + in_pass >= p.head_dim_v) continue;
+      const float2 state = states_[warp * 8 * kRowTiles + row];
+      const float4 v = *reinterpret_cast<const float4 *>(
+          values_ + (warp * d.row_block + row) * stride + in_pass);
+      const float norm = __fdividef(scale, state.y);
+      float acc[4] = {v.x * norm, v.y * norm, v.z * norm, v.w * norm};
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[e] = state.y == 0.f ? 0.f : acc[e];
+      store_four_of(piece, slot, warp, row, column + in_pass, mailed, acc, state.x, state.y);
+    }
+  }
+
+  // Four columns of a row of a piece, and what goes with them.
+  __device__ __forceinline__ void store_four_of(const Piece &piece, int slot, int side, int row,
+                                                int at, bool mailed, float (&value)[4], float top,
+                                                float sum) const {
+    if (piece.whole()) {
+      store_final(piece, side, row, at, value, lse_of(top == -infinity() ? 0.f : top, sum));
+      return;
+    }
+    const u32 to = partial_row(slot, side * d.row_block + row);
+    if (mailed) {
+      post(to, at, value, top, sum);
+      return;
+    }
+    *reinterpret_cast<float4 *>(d.partial_out + static_cast<u64>(to) * p.head_dim_v + at) =
+        make_float4(value[0], value[1], value[2], value[3]);
+    if (at == 0) d.partial_state[to] = {top, sum};
   }
 };

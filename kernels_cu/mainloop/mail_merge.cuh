@@ -13,9 +13,9 @@
 __device__ __forceinline__ u32 posted(float value) { return ~min(__float_as_uint(value), ~1u); }
 __device__ __forceinline__ float received(u32 word) { return __uint_as_float(~word); }
 
-template <int kWarps>
-class MailMerge : public SpanMerge<kWarps> {
-  using Base = SpanMerge<kWarps>;
+template <int kWarps, bool kManyRows = false>
+class MailMerge : public SpanMerge<kWarps, kManyRows> {
+  using Base = SpanMerge<kWarps, kManyRows>;
 
  public:
   using Base::Base;

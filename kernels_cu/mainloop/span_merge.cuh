@@ -45,7 +45,8 @@ struct Piece {
   }
 };
 
-template <int kWarps>
+// kManyRows: segments have many rows, and mostly few parts.
+template <int kWarps, bool kManyRows = false>
 class SpanMerge {
  public:
   static constexpr int kPad = 4;  // floats, against bank conflicts
@@ -100,6 +101,10 @@ class SpanMerge {
     __syncthreads();
     const int turn = *word;
     if (turn < 0) return;
+    if (kManyRows && count <= kFewParts) {
+      merge_few(piece, first, count, all_rows);
+      return;
+    }
     const int warp = threadIdx.x / 32;
     // Warps a row: a power of two. With several, every warp takes one row and meets the others.
     const int split = 32 - __clz(all_rows - 1);  // log2 of the rows, rounded up
@@ -115,6 +120,7 @@ class SpanMerge {
  protected:
   static constexpr int kWarpsShift = kWarps == 8 ? 3 : 2;
   static constexpr int kAtOnce = 16;  // partial rows that are asked for together
+  static constexpr int kFewParts = 4, kRowsAtOnce = kAtOnce / kFewParts;
   static constexpr u32 kAll = 0xffffffffu;
 
   // Which of the (request, unit) pairs, where there are chunks; they have one row block.
@@ -251,6 +257,53 @@ class SpanMerge {
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : __fdividef(acc[e], sum);
       store_final(piece, side, row, column, acc, lse_of(shift, sum));
+    }
+  }
+
+  // Few parts of many rows: a warp asks for those of several rows together.
+  __device__ __forceinline__ void merge_few(const Piece &piece, int first, int count,
+                                            int all_rows) const {
+    const int column = threadIdx.x % 32 * 4, from = column < p.head_dim_v ? column : 0;
+#pragma unroll 1
+    for (int begin = threadIdx.x / 32; begin < all_rows; begin += kRowsAtOnce * kWarps) {
+      float4 v[kRowsAtOnce][kFewParts];
+      float2 state[kRowsAtOnce][kFewParts];
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        const int all_row = min(begin + r * kWarps, all_rows - 1);
+        const int side = all_row & ((1 << d.unit_shift) - 1), row = all_row >> d.unit_shift;
+        const Parts parts = parts_of(piece, first, side * d.row_block + row);
+#pragma unroll
+        for (int i = 0; i < kFewParts; ++i) {
+          const u64 at = parts.row_of(min(i, count - 1));
+          v[r][i] = load_from_l2(
+              reinterpret_cast<const float4 *>(d.partial_out + at * p.head_dim_v + from));
+          state[r][i] = load_from_l2(d.partial_state + at);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsAtOnce; ++r) {
+        const int all_row = begin + r * kWarps;
+        float most = -infinity(), sum = 0.f, acc[4] = {};
+#pragma unroll
+        for (int i = 0; i < kFewParts; ++i) {
+          if (i >= count) state[r][i] = {-infinity(), 0.f};
+          most = fmaxf(most, state[r][i].x);
+        }
+        const float shift = most == -infinity() ? 0.f : most;
+#pragma unroll
+        for (int i = 0; i < kFewParts; ++i) {
+          const float w = exp2_approx(state[r][i].x - shift) * state[r][i].y;
+          sum += w;
+          acc[0] += w * v[r][i].x, acc[1] += w * v[r][i].y;
+          acc[2] += w * v[r][i].z, acc[3] += w * v[r][i].w;
+        }
+        if (all_row >= all_rows || column >= p.head_dim_v) continue;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : __fdividef(acc[e], sum);
+        store_final(piece, all_row & ((1 << d.unit_shift) - 1), all_row >> d.unit_shift, column,
+                    acc, lse_of(shift, sum));
+      }
     }
   }
 
