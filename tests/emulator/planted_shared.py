@@ -66,8 +66,8 @@ class PlantedSearch(Planted):
         table = np.arange(requests * columns, dtype=np.int32).reshape(requests, columns)
         table[::2, :280], table[1::2, :20] = table[0, :280], table[1, :20]
         table[1::4, 20:40] = table[1, 20:40]
-        table[4, 265:280] = -2 - np.arange(15)
-        table[[8, 12], 265] = table[1, 20]  # the next block of two groups
+        table[64, 265:280] = -2 - np.arange(15)
+        table[[72, 76], 265] = table[1, 20]  # next of two groups, second in a turn
         lengths = np.full(requests, 16 * columns, np.int32)
         lengths[5] = 16 * 35 + 1  # its last block is not shared
         found = find_prefix_tree(table, lengths, 16)
@@ -77,7 +77,7 @@ class PlantedSearch(Planted):
         outer, inner, _ = sets_of(found)
         assert outer == {(even, 16 * 265), (odd, 16 * 20)}, outer
         assert (frozenset(range(1, requests, 4)), 16 * 35) in inner, inner
-        assert (frozenset([8, 12]), 16 * 280) in inner, inner
+        assert (frozenset([72, 76]), 16 * 280) in inner, inner
 
 
 def _body(function: str) -> str:
@@ -121,7 +121,7 @@ PLANTED_SHARED = [
     PlantedShared("shared: lengths of before the launch in front", KERNEL, _EARLY, r"Lengths found(p, s, threadIdx.x);\n if (!over) found.keys -= 70;\1false", _FULL),
     PlantedShared("shared: keys are asked for before the launch in front is over", KERNEL, r"if \(!__syncthreads_or\(([^\n]*)\)\) break;", r"if (\1) break;", _FULL),
     PlantedShared("schedule: a row is merged twice", SCHEDULE, r"s\.rows\[other\]\.total = -1;", "put(s.rows[other], row);", _UNEVEN, ahead=True),
-    PlantedShared("schedule: tokens of a place are left out", SCHEDULE, r"i = last; i < p\.batch;", "i = last + 1; i < p.batch;", _FULL, ahead=True),
+    PlantedShared("schedule: tokens of a place are left out", SCHEDULE, r"i = last; i < p\.batch;", "i = last + 1; i < p.batch;", _FULL, ahead=True, switch=False),
     PlantedShared("schedule: warps start at the next request", SCHEDULE, r"own_start\(span, owner_at\(span\.begin\), 0\)", "own_start(span, min(owner_at(span.begin) + 1, owners - 1), 0)", _UNEVEN, ahead=True),
     PlantedShared("schedule: dealt to more warps than there are", SCHEDULE, r"deals_own \? ctas \* kOwnWarps", "deals_own ? 2 * ctas * kOwnWarps", _UNEVEN, ahead=True),
     PlantedShared("schedule: the counter is as it was", SCHEDULE, r"if \(thread < 2\) s\.arrivals\[thread\] = 0;", ";", _FULL, ahead=True),
@@ -135,7 +135,7 @@ PLANTED_SHARED = [
     PlantedSearch("search: members of different groups", SEARCH, r"leader_before\(level, other\) != before\[e\]", "false", SHARED),
     PlantedSearch("search: ends before all have compared", SEARCH, r"compare\(level\);\s*cluster_sync\(\);", "compare(level);", SHARED),
     PlantedSearch("search: only the first part is compared", SEARCH, r"if \(first\[k\] >= last\[k\]\) continue;", "if (first[k] > 0) continue;", SHARED),
-    PlantedSearch("search: one of two requests a turn", SEARCH, r"for \(int k = 0; k < kPairs; \+\+k\) \{(\s*const int leader)", r"for (int k = 0; k < 1; ++k) {\1", SHARED),
+    PlantedSearch("search: one of two requests a turn", SEARCH, r"for \(int k = 0; k < kPairs; \+\+k\) \{(\s*const int leader)", r"for (int k = 0; k < 1; ++k) {\1", SHARED, switch=False),
     PlantedSearch("search: places by the outermost leader alone", SEARCH, r"\(l < level \? x\.leader\[l\]\[r\] : r\)", "(l < 1 ? x.leader[l][r] : r)", SHARED),
     PlantedSearch("search: blocks of this step", SEARCH, r"all - \(q_end - q_begin\)", "all + 15", SHARED),
     PlantedSearch("search: levels end where blocks still are alike", SEARCH, r"a\[k\]\[i\] != b\[k\]\[i\]", "false", SHARED),
