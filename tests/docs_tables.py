@@ -18,7 +18,7 @@ from cupyflash.support import SUPPORT, Row
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RUNS = ("2026-11-30-h200-ecaabc8a", "2026-11-30-h200-4d7cfb23")
+RUNS = ("2026-11-30-h200-a237cb3e",)
 """Of docs/results/, each with a page and a benchmark; of a case the last that has it counts."""
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
