@@ -6,7 +6,7 @@
 #include "core/attention_params.cuh"
 #include "core/decode_params.cuh"
 #include "core/shared_params.cuh"
-#include "block/shared_schedule.cuh"
+#include "mainloop/shared_schedule.cuh"
 #include "mainloop/shared_own_sm90.cuh"
 #include "mainloop/shared_tile_sm90.cuh"
 #include "mainloop/shared_widen_sm90.cuh"

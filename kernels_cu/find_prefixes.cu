@@ -1,7 +1,7 @@
 // Groups of requests whose block tables begin alike.
 
 #include "core/variant.cuh"
-#include "block/prefix_search.cuh"
+#include "mainloop/prefix_search.cuh"
 
 static_assert(params_agree<PrefixParams>(), "PrefixParams differs from the host's layout");
 

@@ -3,7 +3,7 @@
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
 #include "arch/tma_sm90.cuh"
-#include "block/shared_schedule.cuh"
+#include "mainloop/shared_schedule.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 static_assert(SharedScheduleVariant::kSharedBytes == sizeof(SharedParams),

@@ -4,8 +4,8 @@
 #include "core/variant.cuh"
 #include "core/attention_params.cuh"
 #include "arch/tma_sm90.cuh"
-#include "block/prefix_search.cuh"
-#include "block/shared_schedule.cuh"
+#include "mainloop/prefix_search.cuh"
+#include "mainloop/shared_schedule.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
 static_assert(SharedScheduleVariant::kSharedBytes == sizeof(SharedParams),

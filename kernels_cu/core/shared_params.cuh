@@ -50,7 +50,7 @@ struct SharedParams {
   // [levels, batch] of a place: members of the group that begins here, 0: in no group, -n: n places
   // behind the first; then where its keys end. Or null: all requests share common_keys.
   const int2 *tree;
-  // Made by block/shared_schedule.cuh; every CTA reads what it is to do, and nothing else.
+  // Made by mainloop/shared_schedule.cuh; every CTA reads what it is to do, and nothing else.
   OwnRequest *own;       // [batch + ctas], of those that have some
   OwnStart *own_starts;  // [4 * ctas]
   int4 *groups;          // [levels * batch + ctas, 2] first key, last key + 1, first of `tokens`,

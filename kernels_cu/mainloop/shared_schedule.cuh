@@ -4,7 +4,7 @@
 #pragma once
 
 #include "arch/memory_sm80.cuh"
-#include "block/prefix_search.cuh"
+#include "mainloop/prefix_search.cuh"
 #include "block/shared_work.cuh"
 
 constexpr int kMostWarps = 32;
