@@ -12,22 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from .fa_version import version_in_block
 from .families import FAMILIES
-from .runtime import env
+from .kept_launches import call_key, keep_launches, queue_kept
 from .runtime.arrays import AttentionArrays
 from .runtime.call import Call
 from .runtime.device import Device, active_device, device_for
-from .runtime.gpu_key import gpu_key
 from .runtime.launch import stream_handle
-from .runtime.recording import Recording, recorded
-from .runtime.workspace import scratch_of
+from .runtime.recording import recorded
 from .scheduler_metadata import SchedulerMetadata
 
 __all__ = ["keep_known", "queue_known"]
 
 _MOST_CALLS = 1024
-_MOST_PLACES = 8192
 _ARRAYS = len(AttentionArrays._fields)
 _OUT, _LSE = (AttentionArrays._fields.index(name) for name in ("out", "lse"))
 _WINDOW = 4  # of the options
@@ -52,7 +48,6 @@ class _Known:
 
 
 _known: dict[Any, _Known] = {}
-_recordings: dict[Any, Recording] = {}
 
 
 def queue_known(
@@ -79,7 +74,7 @@ def queue_known(
     """
     given = _with_schedule(given, scheduler_metadata)
     try:
-        known = _known.get(_key(given, options))
+        known = _known.get(call_key(given, options))
     except TypeError:  # an option that is refused
         return None
     # Equal options may be of other types, some of which are refused.
@@ -98,8 +93,7 @@ def queue_known(
         out, lse = _results(known, device, out, lse, queue)
         given = (*given[:_OUT], out, lse, *given[_LSE + 1 :])
     place = (known, device, queue, *map(device.pointer, known.pick(given)))
-    recording = _recordings.get(place)
-    if recording is None or not _again(recording, device, queue):
+    if not queue_kept(place, device, queue):
         _queue(known, place, device, given, scheduler_metadata, queue)
     return out, lse
 
@@ -116,7 +110,7 @@ def keep_known(
     if any(a is not b for a, b in zip(own, given, strict=False)):
         return
     given = _with_schedule(given, scheduler_metadata)
-    key = _key(given, options)
+    key = call_key(given, options)
     try:
         hash(key)
     except TypeError:  # a scale may be an array without dimensions
@@ -134,13 +128,6 @@ def _with_schedule(given: tuple[Any, ...], scheduler_metadata: Any) -> tuple[Any
     return (*given, scheduler_metadata)
 
 
-def _key(given: tuple[Any, ...], options: tuple[Any, ...]) -> Any:
-    """Equal for calls that are validated and planned alike; None where arrays must be looked at."""
-    active = active_device()
-    side = None if active is None else active.info
-    return gpu_key(given, (options, side, version_in_block(), env.of_calls()))
-
-
 def _results(
     known: _Known, device: Device, out: Any, lse: Any, stream: int | None
 ) -> tuple[Any, Any]:
@@ -150,15 +137,6 @@ def _results(
     if lse is None and known.lse_shape:
         lse = device.empty(known.lse_shape, _FLOAT32, stream)
     return out, lse
-
-
-def _again(recording: Recording, device: Device, stream: int) -> bool:
-    """Queue what was recorded, unless the scratch memory is elsewhere now."""
-    if not recording.places:
-        return recording.queue()
-    scratch = scratch_of(device, stream)
-    with scratch.lock:
-        return scratch.still_serves(recording) and recording.queue()
 
 
 def _queue(
@@ -175,8 +153,4 @@ def _queue(
     if not hasattr(device, "ready"):
         known.launch(call, scheduler_metadata, workspace, stream)
         return
-    recording = recorded(known.launch, call, scheduler_metadata, workspace, stream)
-    if len(recording.places) < 2:
-        if len(_recordings) >= _MOST_PLACES:
-            _recordings.clear()
-        _recordings[place] = recording
+    keep_launches(place, recorded(known.launch, call, scheduler_metadata, workspace, stream))

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from cupyflash import known_call
+from cupyflash import kept_launches, known_call, known_cascade
 from cupyflash.runtime import call, merge_launch, write_launch
 from cupyflash.runtime.attention_params import ATTENTION_PARAMS
 from cupyflash.runtime.device import DeviceInfo
@@ -28,6 +28,16 @@ class Array:
 
     def fill(self, value):
         """Nothing, as there is no memory."""
+
+    def __getitem__(self, index):
+        one = np.empty(1, self.dtype)
+        view = np.lib.stride_tricks.as_strided(one, self.shape, self.strides)[index]
+        offset = view.__array_interface__["data"][0] - one.__array_interface__["data"][0]
+        at = self.data.ptr + offset
+        return Array(view.shape, self.dtype, at, view.strides, self.data.device_id)
+
+    def reshape(self, *shape):
+        return Array(shape, self.dtype, self.data.ptr, ordinal=self.data.device_id)
 
 
 Array.__module__ = "cupy"
@@ -77,7 +87,9 @@ class StandIn:
 
 def forget():
     """Start with nothing kept of earlier calls."""
-    for kept in (call._layouts, known_call._known, known_call._recordings):
+    for kept in (
+        call._layouts, known_call._known, known_cascade._known, kept_launches._recordings,
+    ):  # fmt: skip
         kept.clear()
     for module in (write_launch, merge_launch):
         module._known = Known()

@@ -87,7 +87,7 @@ def test_shared_descales_keep_the_prefix_shared(monkeypatch):
         passes.append(kwargs)
         return whole(*args, **kwargs)
 
-    monkeypatch.setattr("cupyflash.cascade.flash_attn_varlen_func", counted)
+    monkeypatch.setattr("cupyflash.cascade_passes.flash_attn_varlen_func", counted)
     args = shared_case(kv_type="e4m3")
     per_head = np.array([[0.5, 2.0]], np.float32)
     shared = (np.broadcast_to(per_head, (4, 2)), 0.5, np.array([2.0], np.float32))

@@ -8,7 +8,7 @@ from prefill import TILES
 from repeats import bits
 from test_emul_prefill_sm90_shift import built
 
-from cupyflash import known_call
+from cupyflash import kept_launches, known_call
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.runtime import call, prefill_tile
 from cupyflash.runtime.dtypes import BF16
@@ -28,7 +28,8 @@ def symbol(request, monkeypatch):
     tile = OTHERS[request.param][0]
     costs = (1.0, 1.0, 1.0)
     monkeypatch.setattr(prefill_tile, "_choices", lambda problem: ((tile, costs, costs),))
-    for module, memo in ((call, "_layouts"), (known_call, "_known"), (known_call, "_recordings")):
+    kept = (call, "_layouts"), (known_call, "_known"), (kept_launches, "_recordings")
+    for module, memo in kept:
         monkeypatch.setattr(module, memo, {})
     make_prefill_plan.cache_clear()
     yield request.param

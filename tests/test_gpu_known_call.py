@@ -8,7 +8,7 @@ import pytest
 from stand_in import forget
 from test_gpu_replay import REPLAYED, need
 
-from cupyflash import known_call
+from cupyflash import kept_launches
 from cupyflash.attention import flash_attn_varlen_func
 from cupyflash.runtime import recording
 from cupyflash.runtime.workspace import free_workspaces
@@ -110,7 +110,7 @@ def test_known_calls_on_streams_of_several_threads(again, name):
         thread.join()
     assert not wrong
     assert len(again) >= 4 * 150
-    assert len(known_call._recordings) >= 4
+    assert len(kept_launches._recordings) >= 4
 
 
 def test_a_known_call_that_makes_its_results(again):

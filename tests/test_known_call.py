@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from stand_in import Array, StandIn, decode, forget
 
-from cupyflash import fa_version, flash_attn_varlen_func, free_workspaces, known_call
+from cupyflash import fa_version, flash_attn_varlen_func, free_workspaces, kept_launches, known_call
 from cupyflash.attention import describe_call
 from cupyflash.runtime import workspace
 from cupyflash.runtime.device import use_device
@@ -132,7 +132,7 @@ def test_another_option_is_another_call(gpu, change):
     assert again
     found = launches(gpu, call(**change))
     assert gpu.again == again
-    known_call._known.clear(), known_call._recordings.clear()
+    known_call._known.clear(), kept_launches._recordings.clear()
     launches(gpu, call())
     assert launches(gpu, call(**change))[0][1:] == found[0][1:]
 
@@ -276,10 +276,10 @@ def test_a_key_of_cupys_own_arrays():
 
 def test_more_calls_and_places_than_are_kept(gpu, monkeypatch):
     monkeypatch.setattr(known_call, "_MOST_CALLS", 3)
-    monkeypatch.setattr(known_call, "_MOST_PLACES", 3)
+    monkeypatch.setattr(kept_launches, "_MOST_PLACES", 3)
     for _ in range(2):
         for batch in range(1, 9):
             for ptr in (1 << 21, 1 << 22):
                 flash_attn_varlen_func(**decode(batch=batch, ptr=ptr))
                 assert len(known_call._known) <= 3
-                assert len(known_call._recordings) <= 3
+                assert len(kept_launches._recordings) <= 3
