@@ -7,7 +7,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["predict_microseconds", "shared_prefix_pays", "use_cascade_attention"]
+__all__ = [
+    "predict_microseconds",
+    "prefix_features",
+    "shared_prefix_pays",
+    "use_cascade_attention",
+]
 
 _TILE = 128  # rows and keys of a tile in the cost model of `use_cascade_attention`
 _SHORTEST_PREFIX = 256
@@ -82,6 +87,55 @@ _LEAST_GAIN, _LEAST_RATIO = 2.5, 0.15  # microseconds; of plain decode
 _BLOCK_KEYS, _BLOCK_ROWS, _TILE_KEYS, _OWN_WARPS = 64, 128, 16, 4
 
 
+class PrefixFeatures(NamedTuple):
+    """What the time of a step is made of.
+
+    Attributes
+    ----------
+    own : float
+        Megabytes of keys that one request reads.
+    read : float
+        Megabytes of shared keys, once for each request.
+    blocks : float
+        Of 64 shared keys against 128 rows, a multiprocessor.
+    states : int
+        Partial results of rows.
+    """
+
+    own: float
+    read: float
+    blocks: float
+    states: int
+
+
+def prefix_features(
+    common_prefix_len: int,
+    query_lens: Sequence[int] | np.ndarray[Any, Any],
+    seq_lens: Sequence[int] | np.ndarray[Any, Any],
+    num_query_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    *,
+    num_sms: int = 132,
+    cache_itemsize: int = 2,
+) -> PrefixFeatures:
+    """What `predict_microseconds` goes by; its parameters."""
+    queries, keys = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+    requests, total_own = len(queries), int(np.maximum(keys - common_prefix_len, 0).sum())
+    megabyte = num_kv_heads * head_size * 2 * cache_itemsize / 1e6
+    rows = int(queries.sum()) * (num_query_heads // num_kv_heads)
+    items, blocks = num_kv_heads * -(-rows // _BLOCK_ROWS), -(-common_prefix_len // _BLOCK_KEYS)
+    pieces = max(1, min(num_sms // max(1, items), blocks // 2)) if blocks else 0
+    each = max(items * blocks / num_sms, blocks / pieces) if blocks else 0.0
+    tiles = total_own / max(1, requests) / _TILE_KEYS
+    spans = _OWN_WARPS * num_sms // max(1, requests * num_kv_heads)
+    own_pieces = max(1, min(spans, int(tiles) // 4)) if total_own else 0
+    states = rows * num_kv_heads * (own_pieces + pieces * (2 if rows <= _BLOCK_ROWS / 2 else 1))
+    return PrefixFeatures(
+        megabyte * total_own, megabyte * requests * common_prefix_len, each, states
+    )
+
+
 def predict_microseconds(
     common_prefix_len: int,
     query_lens: Sequence[int] | np.ndarray[Any, Any],
@@ -118,22 +172,12 @@ def predict_microseconds(
         Microseconds.
     """
     c = _COSTS_8_BIT if cache_itemsize == 1 else _COSTS
-    queries, keys = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
-    requests, total_own = len(queries), int(np.maximum(keys - common_prefix_len, 0).sum())
-    megabyte = num_kv_heads * head_size * 2 * cache_itemsize / 1e6
-    group = num_query_heads // num_kv_heads
-    rows = int(queries.sum()) * group
-    alone = c.alone + megabyte * (
-        c.alone_own * total_own + c.alone_shared * requests * common_prefix_len
-    )
-    items, blocks = num_kv_heads * -(-rows // _BLOCK_ROWS), -(-common_prefix_len // _BLOCK_KEYS)
-    pieces = max(1, min(num_sms // max(1, items), blocks // 2)) if blocks else 0
-    each = max(items * blocks / num_sms, blocks / pieces) if blocks else 0.0
-    tiles = total_own / max(1, requests) / _TILE_KEYS
-    spans = _OWN_WARPS * num_sms // max(1, requests * num_kv_heads)
-    own_pieces = max(1, min(spans, int(tiles) // 4)) if total_own else 0
-    states = rows * num_kv_heads * (own_pieces + pieces * (2 if rows <= _BLOCK_ROWS / 2 else 1))
-    shared = c.launch + c.own * megabyte * total_own + c.block * each + c.state * states
+    f = prefix_features(
+        common_prefix_len, query_lens, seq_lens, num_query_heads, num_kv_heads, head_size,
+        num_sms=num_sms, cache_itemsize=cache_itemsize,
+    )  # fmt: skip
+    alone = c.alone + c.alone_own * f.own + c.alone_shared * f.read
+    shared = c.launch + c.own * f.own + c.block * f.blocks + c.state * f.states
     return alone, shared if scheduled else shared + c.schedule
 
 

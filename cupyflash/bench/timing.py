@@ -51,14 +51,16 @@ def _elapsed(run: Callable[[], Any]) -> float:
     return float(cp.cuda.get_elapsed_time(start, stop)) / 1e3
 
 
-def prepare(calls: Sequence[Callable[[], Any]]) -> Prepared:
-    """A CUDA graph of the calls, one per set of inputs, repeated to about two milliseconds."""
+def prepare(
+    calls: Sequence[Callable[[], Any]], target_seconds: float = _TARGET_SECONDS
+) -> Prepared:
+    """A CUDA graph of the calls, one per set of inputs, repeated to about ``target_seconds``."""
     import cupy as cp
 
     for call in calls:
         call()
     cp.cuda.get_current_stream().synchronize()
-    count = calls_a_replay(calls)
+    count = calls_a_replay(calls, target_seconds)
 
     def queue() -> None:
         for i in range(count):
@@ -77,19 +79,23 @@ def prepare(calls: Sequence[Callable[[], Any]]) -> Prepared:
     return Prepared(lambda: graph.launch(cp.cuda.Stream.null), count, calls)
 
 
-def calls_a_replay(calls: Sequence[Callable[[], Any]]) -> int:
-    """How many calls make up about two milliseconds; each set of inputs equally often."""
+def calls_a_replay(
+    calls: Sequence[Callable[[], Any]], target_seconds: float = _TARGET_SECONDS
+) -> int:
+    """How many calls make up about ``target_seconds``; each set of inputs equally often."""
     once = max(_elapsed(calls[0]), 2e-6)
-    count = max(len(calls), min(200, int(_TARGET_SECONDS / once)))
+    count = max(len(calls), min(200, int(target_seconds / once)))
     return -(-count // len(calls)) * len(calls)
 
 
-def interleave(prepared: Mapping[str, Prepared], rounds: int = 7) -> dict[str, float]:
+def interleave(
+    prepared: Mapping[str, Prepared], rounds: int = 7, pause_seconds: float = _PAUSE_SECONDS
+) -> dict[str, float]:
     """Median GPU seconds of one call for each provider; they take turns, order alternating."""
     seconds: dict[str, list[float]] = {name: [] for name in prepared}
     for round_ in range(rounds + 1):
         for name in list(prepared)[:: 1 if round_ % 2 else -1]:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(pause_seconds)
             elapsed = _elapsed(prepared[name].run) / prepared[name].count
             if round_:
                 seconds[name].append(elapsed)
