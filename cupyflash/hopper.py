@@ -189,7 +189,9 @@ def kernel_note(problem: AttentionProblem, info: DeviceInfo) -> str:
         return _DECODE
     if no_prefill:
         return f"portable; not Hopper decode: {no_decode}; not Hopper prefill: {no_prefill}"
-    name = "Hopper 8-bit prefill" if problem.kv_type.is_fp8 else "Hopper prefill"
+    name = "Hopper 8-bit prefill" if problem.q_type.is_fp8 else "Hopper prefill"
+    if problem.kv_type.is_fp8 and not problem.q_type.is_fp8:
+        name += " over an 8-bit cache"
     short = _short_requests(problem, info)
     if short is None:
         return f"{name}; not Hopper decode: {no_decode}"

@@ -66,6 +66,18 @@ def fp8_cases(draw, most_requests=3, **fixed):
     return case.replace(q_type="e4m3", kv_type="e4m3")
 
 
+@st.composite
+def widen_cases(draw, most_requests=3, **fixed):
+    """Cases that the kernel takes: 16-bit queries, an 8-bit cache of pages from 16."""
+    lengths = _lengths(most_requests, (16, 64, 80, 96, 128), 33)
+    head_dim = st.sampled_from([64, 128, 16, 80, 96, 160, 192])
+    return draw(_cases(lengths, head_dim, **fixed)).replace(
+        q_type=draw(st.sampled_from(["bf16", "fp16"])),
+        kv_type=draw(st.sampled_from(["e4m3", "e4m3", "e5m2"])),
+        descale=draw(st.booleans()),
+    )
+
+
 def check_many_repeats(count, **types):
     """``count`` calls on a GPU, of pieces that are merged too, have the bits of the first."""
     import cupy

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from emulator.planted import PLANTED
 from emulator.planted_fp8 import PLANTED_FP8
+from emulator.planted_fp8kv import PLANTED_FP8KV
 from emulator.planted_latent import PLANTED_LATENT
 from emulator.planted_mail import PLANTED_MAIL
 from emulator.planted_prefill import PLANTED_PREFILL
@@ -19,7 +20,7 @@ from emulator.planted_small import PLANTED_SMALL
 SEEDS = [
     (PLANTED, 20), (PLANTED_SM80, 20), (PLANTED_SHARED, 6), (PLANTED_FP8, 20), (PLANTED_ROWS, 20),
     (PLANTED_PREFILL, 20), (PLANTED_LATENT, 8), (PLANTED_SMALL, 20), (PLANTED_MAIL, 10),
-    (PLANTED_SIDE, 6), (PLANTED_SHARED_FP8, 6),
+    (PLANTED_SIDE, 6), (PLANTED_SHARED_FP8, 6), (PLANTED_FP8KV, 6),
 ]  # fmt: skip
 
 

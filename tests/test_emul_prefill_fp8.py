@@ -172,7 +172,6 @@ def test_a_nan_key_reaches_the_rows_that_see_it_and_no_others():
         ({"page_size": 8}, "page size 8"),
         ({"head_dim": 72}, "multiples of 16"),
         ({"kv_type": "e5m2"}, "e4m3"),
-        ({"q_type": "bf16"}, "e4m3"),
     ],
 )
 def test_what_it_does_not_take_goes_to_the_portable_kernel_with_a_reason(change, reason):

@@ -96,6 +96,7 @@ RUNS: list[tuple[str, Callable[[], None]]] = [
     ("sm_90", latent_on_hopper),
     ("sm_90", shared),
     ("sm_90a", lambda: attend(PACKED.replace(q_type="e4m3", kv_type="e4m3"))),
+    ("sm_90a", lambda: attend(PACKED.replace(kv_type="e4m3"))),
     ("sm_90", quantize),
     ("sm_80", merge),
     ("sm_90", write),

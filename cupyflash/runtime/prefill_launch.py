@@ -7,6 +7,7 @@ from typing import Any
 from .arrays import ArraySpec, AttentionArrays
 from .call import Call
 from .device import Device
+from .dtypes import ScalarType
 from .layout import Layout
 from .prefill_plan import PREFILL_PARAMS, PrefillPlan
 from .tensor_map import (
@@ -58,6 +59,10 @@ def _key_map(spec: Any, box_keys: int) -> Map:
     )
 
 
+def _kind(scalar: ScalarType) -> int:
+    return UINT8 if scalar.is_fp8 else UINT16
+
+
 def _step(count: int, stride: int) -> int:
     """The stride of a dimension; any that the driver takes where there is one element."""
     return _WIDE if count == 1 else stride
@@ -72,7 +77,7 @@ def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int,
         _key_map(arrays.k, plan.box_keys),
         _key_map(arrays.v, plan.box_keys),
     ]
-    if not layout.problem.kv_type.is_fp8:
+    if not layout.problem.q_type.is_fp8:
         maps.append(_row_map(arrays.out or _new_out(layout), plan.rows, plan.pack))
     paged = layout.problem.page_size is not None
     return tuple(maps), PROMOTE_128B if paged else PROMOTE_256B, arrays.k[0][0] if paged else 1
@@ -126,14 +131,14 @@ def _queue(work: Work, plan: PrefillPlan) -> None:
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
     links = device.pointer(block) + plan.workspace_at + plan.partial_bytes
     own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, plan.tiling.skipped_rows)
-    kind = UINT8 if layout.problem.kv_type.is_fp8 else UINT16
+    rows, keys = (_kind(kind) for kind in (layout.problem.q_type, layout.problem.kv_type))
     encoded = tuple(
         device.encode_tensor_map(
             array, kind, device.pointer(array), shape, strides, box,
             SWIZZLE_128B, promotion, ZERO_FILL,
         )
-        for array, (shape, strides, box) in zip(
-            (arrays.q, arrays.k, arrays.v, work.out), maps, strict=False
+        for array, kind, (shape, strides, box) in zip(
+            (arrays.q, arrays.k, arrays.v, work.out), (rows, keys, keys, rows), maps, strict=False
         )
     )  # fmt: skip
     used = work.touched(block, counters)

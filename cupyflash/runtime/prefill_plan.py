@@ -11,11 +11,11 @@ from .attention_plan import NEVER_SPLIT, combine_plan
 from .device import DeviceInfo
 from .divisors import log2
 from .dtypes import BF16, FP16
-from .fp8_tile import Fp8Tile, fp8_refusal
+from .fp8_tile import fp8_refusal
 from .plan import LARGEST_WORKSPACE, Plan
 from .prefill_tile import (
     PREFILL_PARAMS,
-    PrefillTile,
+    AnyTile,
     prefill_tile,
     prefill_tiles,
     prefill_variant,
@@ -23,6 +23,7 @@ from .prefill_tile import (
 )
 from .problem import AttentionProblem
 from .splits import MOST_SPLITS, fewest_pieces
+from .widen_tile import WidenTile, widen_refusal
 
 __all__ = [
     "PREFILL_PARAMS",
@@ -78,7 +79,8 @@ def prefill_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
         return "there are no queries"
     kinds = {problem.q_type, problem.kv_type, problem.out_type}
     if len(kinds) > 1 or not kinds <= {FP16, BF16}:
-        refused = fp8_refusal(problem)
+        over_8_bits = problem.kv_type.is_fp8 and not problem.q_type.is_fp8
+        refused = widen_refusal(problem) if over_8_bits else fp8_refusal(problem)
         if refused:
             return refused
     if problem.softmax_scale <= 0 and not problem.kv_type.is_fp8:
@@ -92,16 +94,16 @@ def prefill_refusal(problem: AttentionProblem, info: DeviceInfo) -> str:
 
 
 def _box_keys(problem: AttentionProblem) -> int:
-    keys = prefill_tile(problem).keys
-    page = problem.page_size
+    tile, page = prefill_tile(problem), problem.page_size
+    keys = tile.raw_rows if isinstance(tile, WidenTile) else tile.keys
     return keys if page is None else gcd(page, keys) if page >= 16 else 1
 
 
-def _pack(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> int:
+def _pack(problem: AttentionProblem, tile: AnyTile) -> int:
     return gcd(problem.group_size, tile.rows & -tile.rows)  # a power of two
 
 
-def _items(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> tuple[int, int]:
+def _items(problem: AttentionProblem, tile: AnyTile) -> tuple[int, int]:
     """Tiles at most, and how many of them every request and head group has (0: by its length)."""
     pack = _pack(problem, tile)
     tokens = tile.rows // pack
@@ -189,9 +191,7 @@ def prefill_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
     return [replace(each, workspace_bytes=nbytes) for each in (*plans, combine_plan(problem, info))]
 
 
-def _largest_workspace(
-    problem: AttentionProblem, info: DeviceInfo, tile: PrefillTile | Fp8Tile
-) -> int:
+def _largest_workspace(problem: AttentionProblem, info: DeviceInfo, tile: AnyTile) -> int:
     if problem.num_splits == 1 or problem.batch_invariant:
         return 0
     tiles = _items(problem, tile)[0]
@@ -202,7 +202,7 @@ def _largest_workspace(
     return min(pieces * (tile.rows * (problem.head_dim_v + 1) + 1) * 4, LARGEST_WORKSPACE)
 
 
-def _visible(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> int:
+def _visible(problem: AttentionProblem, tile: AnyTile) -> int:
     """Keys that a tile sees at most."""
     left, right = problem.window_left, problem.window_right
     if left < 0 or right < 0:
@@ -211,7 +211,7 @@ def _visible(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> int:
 
 
 def _choose_splits(
-    problem: AttentionProblem, info: DeviceInfo, tile: PrefillTile | Fp8Tile, tiles: int, limit: int
+    problem: AttentionProblem, info: DeviceInfo, tile: AnyTile, tiles: int, limit: int
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
     visible, wanted = _visible(problem, tile), problem.num_splits

@@ -12,12 +12,15 @@ from .fp8_tile import Fp8Tile, fp8_tile, fp8_variants
 from .params import ParamsLayout
 from .problem import AttentionProblem
 from .variant import Variant
+from .widen_tile import WidenTile, widen_tile, widen_variants
 
 __all__ = [
     "PREFILL_PARAMS",
     "TILE_ROWS",
+    "AnyTile",
     "PrefillTile",
     "has_score_mod",
+    "prefill_fp8_cache_variants",
     "prefill_tile",
     "prefill_tiles",
     "prefill_variant",
@@ -99,6 +102,8 @@ class PrefillTile:
         )
 
 
+AnyTile = PrefillTile | Fp8Tile | WidenTile
+
 _TILES = (
     PrefillTile(64, 64, 128, 3, 3),
     PrefillTile(96, 96, 128, 3, 2),
@@ -151,10 +156,17 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
         yield from fp8_variants(PREFILL_PARAMS.nbytes)
 
 
-def prefill_tile(problem: AttentionProblem) -> PrefillTile | Fp8Tile:
+def prefill_fp8_cache_variants() -> Iterator[Variant]:
+    """Those of 16-bit queries over 8-bit caches: compiled when they are first needed, or by a
+    warm-up.
+    """
+    yield from widen_variants(PREFILL_PARAMS.nbytes)
+
+
+def prefill_tile(problem: AttentionProblem) -> AnyTile:
     """Of the narrowest bucket, the tile whose rows, those that stay empty too, cost the least."""
     if problem.kv_type.is_fp8:
-        return fp8_tile(problem)
+        return fp8_tile(problem) if problem.q_type.is_fp8 else widen_tile(problem)
     left, right = problem.window_left, problem.window_right
     seen = problem.max_seqlen_k if left < 0 else min(problem.max_seqlen_k, left + max(right, 0))
     # Batch-invariant calls always have the same one.
@@ -169,18 +181,20 @@ def prefill_tile(problem: AttentionProblem) -> PrefillTile | Fp8Tile:
     return min(_choices(problem), key=cost)[0]
 
 
-def prefill_tiles(problem: AttentionProblem) -> tuple[PrefillTile | Fp8Tile, ...]:
+def prefill_tiles(problem: AttentionProblem) -> tuple[AnyTile, ...]:
     """All that calls within a problem's bounds may have."""
     if problem.kv_type.is_fp8:
-        return (fp8_tile(problem),)
+        return (prefill_tile(problem),)
     return tuple(tile for tile, *_ in _choices(problem))
 
 
-def prefill_variant(problem: AttentionProblem, tile: PrefillTile | Fp8Tile) -> Variant:
+def prefill_variant(problem: AttentionProblem, tile: AnyTile) -> Variant:
     """The kernel of a problem that is not refused."""
     score_mod = has_score_mod(problem)
     if isinstance(tile, Fp8Tile):
         return tile.variant(PREFILL_PARAMS.nbytes, score_mod)
+    if isinstance(tile, WidenTile):
+        return tile.variant(problem.q_type, problem.kv_type, PREFILL_PARAMS.nbytes, score_mod)
     return tile.variant(problem.kv_type, score_mod)
 
 

@@ -25,6 +25,13 @@ __device__ __forceinline__ void pin(float (&x)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(x[i])::"memory");
 }
 
+// threadIdx.x, which no register holds from one use to the next.
+__device__ __forceinline__ u32 read_thread_anew() {
+  u32 thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 // A matrix in shared memory with 128-byte swizzle: 8 rows of 128 bytes follow each other, groups of
 // 8 rows lie `stride` apart, panels `lead` (for operands whose rows are not the k dimension).
 __device__ __forceinline__ u64 matrix_descriptor(u32 address, u32 lead, u32 stride) {

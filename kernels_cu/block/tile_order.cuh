@@ -144,6 +144,8 @@ __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const Pref
     request = find_last(p.batch, at, start);
     block = at - static_cast<int>(start(request));
   }
+  // No address is kept from the search: with 32 registers a thread there is none left for it.
+  if constexpr (V::kWiden) request = __shfl_sync(0xffffffffu, request, 0);
   const Request r = load_request(p, request);
   const int first = block * tokens, last = min(first + tokens, r.q_len) - 1;
   if (first > last || is_skipped(p, x, r.q_len)) return false;

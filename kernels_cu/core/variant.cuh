@@ -91,11 +91,49 @@ struct PrefillVariant {
   static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr bool kTurns = TURNS;          // the warpgroups issue their products in turns
   static constexpr bool kScoreMod = SCORE_MOD;   // soft cap or ALiBi
+  static constexpr bool kWiden = false;          // an 8-bit cache
+  static constexpr ScalarType kQuery = kCompute;  // of q and out
+  static constexpr bool kHold = false, kNarrow = false;
+  static constexpr int kFillers = 1;       // warps that fill a buffer of keys or values
+  static constexpr int kExtraThreads = 0;  // besides those that load and compute
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = PREFILL_NBYTES;
 };
 static_assert(PrefillVariant::kCompute == kFp16 || PrefillVariant::kCompute == kBf16, "");
 static_assert(TILE_ROWS % 64 == 0 && TILE_ROWS <= 256, "two to four computing warpgroups");
+#endif
+
+#ifdef WIDEN_NBYTES
+// Prefill on 9.0 with 16-bit queries over an 8-bit cache, which a warpgroup of its own widens.
+struct WidenVariant {
+  static constexpr ScalarType kCompute = static_cast<ScalarType>(COMPUTE_TYPE);
+  static constexpr ScalarType kCache = static_cast<ScalarType>(KV_TYPE);
+  static constexpr int kHeadDim = HEAD_DIM;  // buckets: at least the real ones
+  static constexpr int kHeadDimV = HEAD_DIM_V;
+  static constexpr int kKeys = KEY_TILE;
+  static constexpr int kTileRows = TILE_ROWS;  // 64 a computing warpgroup
+  static constexpr int kQueryStages = QUERY_STAGES;
+  static constexpr int kStages = KEY_STAGES;
+  static constexpr int kRawStages = RAW_STAGES;  // of keys, and of values, as they are stored, ...
+  static constexpr int kRawRows = RAW_ROWS;      // ... each a part of a tile
+  static constexpr int kLoadRegisters = LOAD_REGISTERS;  // of a thread that loads
+  static constexpr int kWidenRegisters = WIDEN_REGISTERS;
+  static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
+  static constexpr bool kTurns = true;
+  static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
+  static constexpr bool kWiden = true;
+  static constexpr ScalarType kQuery = static_cast<ScalarType>(QUERY_TYPE);  // of q and out
+  static constexpr bool kHold = QUERIES_HELD;                                // in registers
+  static constexpr bool kNarrow = kQuery != kCompute;                        // bf16 to fp16 there
+  static constexpr int kFillers = 2;
+  static constexpr int kExtraThreads = 128;
+  static constexpr int kSharedBytes = SMEM_NBYTES;
+  static constexpr int kParamsBytes = WIDEN_NBYTES;
+};
+static_assert(WidenVariant::kCompute == kFp16 || WidenVariant::kCompute == kBf16, "");
+static_assert(WidenVariant::kCache >= kE4m3, "");
+static_assert(!WidenVariant::kNarrow || (WidenVariant::kHold && !SCORE_MOD), "");
+static_assert(KEY_TILE % RAW_ROWS == 0 && RAW_ROWS % 16 == 0, "two warps widen a part");
 #endif
 
 #ifdef FP8_PREFILL_NBYTES
@@ -110,6 +148,7 @@ struct Fp8Variant {
   static constexpr int kTurnedStages = TURNED_STAGES;  // transposed
   static constexpr int kColumns = COLUMNS;  // of O at a time; 0: all, beside the next scores
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
+  static constexpr bool kWiden = false, kHold = false, kNarrow = false;
   static constexpr int kLoadRegisters = LOAD_REGISTERS, kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = FP8_PREFILL_NBYTES;

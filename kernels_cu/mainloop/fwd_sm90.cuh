@@ -20,7 +20,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   // The next queries take the place of those of this tile: its last output does not wait for them.
   static constexpr bool kOneBuffer = V::kQueryStages == 1;
   static constexpr bool kPasses = kKeys < V::kTileRows;  // else causal tiles end with their keys
-  static constexpr ScalarType kType = V::kCompute;
+  static constexpr ScalarType kType = V::kQuery;
   using typename Pipeline::Operands;
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane;
   using Rows::o, Rows::weight, Rows::c, Rows::sum;
@@ -70,8 +70,8 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     const u64 values = matrix_descriptor(from.values, kKeys * 128, 1024);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      Wgmma<kDv>::template registers<kType>(o, weight[i], values + i * 2048 / 16,
-                                            i > 0 ? 1 : keep);
+      Wgmma<kDv>::template registers<V::kCompute>(o, weight[i], values + i * 2048 / 16,
+                                                  i > 0 ? 1 : keep);
     }
     wgmma_commit();
   }
@@ -160,6 +160,8 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   template <bool kJoin>
   __device__ __forceinline__ bool begin_tile(const PrefillTile &t, int keep) {
     const int end = seen_end(t);
+    this->enter(t);
+    this->hold_queries();
     pass_keys(t.n_end - end);
     multiply<kJoin>(keep);
     const bool wild = this->fold_first(t, end - 1);
@@ -244,7 +246,10 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
   }
   __device__ __forceinline__ void attend_again(const PrefillTile &t) {
     c[0] = c[1] = -infinity(), sum[0] = sum[1] = 0.f;
+    this->enter(t);
     for (int n = t.n_end - 1; n >= t.n_begin; --n) {
+      // Anew for each key tile: kept for the next one, ptxas 13.0 gave their registers to weights.
+      this->hold_queries();
       const Operands from = operands();
       wait_keys();
       wgmma_fence();
@@ -273,7 +278,7 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
     RowResult result[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      result[h] = Rows::conclude_row(t, c[h], part[h], 1.f);
+      result[h] = Rows::conclude_row(t, c[h], part[h], Rows::value_factor(t));
       norm[h] = row_of(t, h).finish(result[h]);
     }
     if (S::kStaged && t.staged) {

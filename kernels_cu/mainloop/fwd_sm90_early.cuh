@@ -11,10 +11,10 @@ struct PrefillEarlyCompute : PrefillCompute<V> {
   using Rows = PrefillRows<V>;
   using S = PrefillShared<V>;
   static constexpr int kKeys = V::kKeys, kDv = V::kHeadDimV;
-  static constexpr ScalarType kType = V::kCompute;
+  static constexpr ScalarType kType = V::kQuery;
   static_assert(!Compute::kOneBuffer, "tiles that are joined");
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane;
-  using Rows::o, Rows::s, Rows::c, Rows::sum, Rows::scale, Rows::largest, Rows::exponentiate;
+  using Rows::o, Rows::s, Rows::c, Rows::sum, Rows::largest, Rows::exponentiate;
   using Compute::seen_end, Compute::pass_keys, Compute::pass_values, Compute::have_output;
   using Compute::next_queries, Compute::leave_queries, Compute::run_steps, Compute::end_output;
   using Compute::shared, Compute::release, Compute::wait_tile, Compute::tile, Compute::row_of;
@@ -78,6 +78,8 @@ struct PrefillEarlyCompute : PrefillCompute<V> {
   template <bool kJoin>
   __device__ __forceinline__ bool begin_tile(const PrefillTile &t, int keep) {
     const int end = seen_end(t);
+    this->enter(t);
+    this->hold_queries();
     pass_keys(t.n_end - end);
     this->template multiply<kJoin>(keep);
     const auto output = [&] {
@@ -101,7 +103,7 @@ struct PrefillEarlyCompute : PrefillCompute<V> {
     float shift[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      c[h] = largest(h) * scale;
+      c[h] = largest(h) * Rows::row_scale(h);
       shift[h] = c[h] == -infinity() ? 0.f : c[h];
       sum[h] = 0.f;
     }
@@ -126,7 +128,8 @@ struct PrefillEarlyCompute : PrefillCompute<V> {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const OutputRow to = row_of(t, h);
-      last.norm[h] = to.template finish<true>(Rows::conclude_row(t, c[h], sum[h], 1.f));
+      const float by = Rows::value_factor(t);
+      last.norm[h] = to.template finish<true>(Rows::conclude_row(t, c[h], sum[h], by));
       if (to.token < t.q_len) last.test = fmaf(sum[h], 0.f, last.test);
     }
     return last;

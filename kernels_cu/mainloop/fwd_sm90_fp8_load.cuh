@@ -17,6 +17,7 @@ struct Parked {
 template <class V>
 struct Fp8Shared : AlignedShared {
   static constexpr ScalarType kType = kE4m3;
+  static constexpr bool kHold = V::kHold, kNarrow = V::kNarrow;
   static constexpr int kQueryStages = V::kQueryStages, kKeyStages = V::kKeyStages;
   static constexpr int kValueStages = V::kValueStages, kTurnedStages = V::kTurnedStages;
   static constexpr int kKeys = V::kKeys, kDim = V::kHeadDim;

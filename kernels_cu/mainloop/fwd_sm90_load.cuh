@@ -7,13 +7,14 @@
 template <class V>
 struct PrefillShared : AlignedShared {
   static constexpr ScalarType kType = V::kCompute;
+  static constexpr bool kHold = V::kHold, kNarrow = V::kNarrow;
   static constexpr int kQueryStages = V::kQueryStages, kStages = V::kStages, kKeys = V::kKeys;
   static constexpr int kKeyStages = kStages, kOperandStages = kStages;
   static constexpr int kTiles = kTilesKept;
   static constexpr int kRowSteps = V::kHeadDim / 16;  // of the product of queries and keys
   static constexpr int kPanels = (V::kHeadDim + 63) / 64, kPanelsV = (V::kHeadDimV + 63) / 64;
   static constexpr int kTileRows = V::kTileRows, kComputeWarps = kTileRows / 16;
-  static constexpr int kThreads = 128 + 32 * kComputeWarps;
+  static constexpr int kThreads = 128 + 32 * kComputeWarps + V::kExtraThreads;
   static constexpr int kQueryBytes = kTileRows * kPanels * 128;
   static constexpr int kKeyBytes = kKeys * kPanels * 128;
   static constexpr int kValueBytes = kKeys * kPanelsV * 128;
@@ -67,9 +68,9 @@ struct PrefillShared : AlignedShared {
       mbarrier_init(shared_address(&r.staged[i]), kComputeWarps);
     }
     for (int i = 0; i < kStages; ++i) {
-      mbarrier_init(shared_address(&r.key_full[i]), 1);
+      mbarrier_init(shared_address(&r.key_full[i]), V::kFillers);
       mbarrier_init(shared_address(&r.key_empty[i]), kComputeWarps);
-      mbarrier_init(shared_address(&r.value_full[i]), 1);
+      mbarrier_init(shared_address(&r.value_full[i]), V::kFillers);
       mbarrier_init(shared_address(&r.value_empty[i]), kComputeWarps);
     }
     mbarrier_init(shared_address(&r.value_raw), 1);

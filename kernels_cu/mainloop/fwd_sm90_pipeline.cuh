@@ -17,6 +17,7 @@ struct PrefillPipeline : Rows {
   Ring<S::kKeyStages> k;
   Ring<S::kOperandStages> v;
   int number = 0;  // of the tile
+  u32 held[S::kRowSteps][4];  // queries, where they are kept in registers
 
   __device__ __forceinline__ PrefillPipeline(const AttentionParams &p, const PrefillParams &x,
                                              const S &shared, int warpgroup)
@@ -62,6 +63,21 @@ struct PrefillPipeline : Rows {
             uniform(shared.keys(k.slot)), uniform(shared.operand(v.slot))};
   }
 
+  // Once a tile: its products read as much less of shared memory.
+  __device__ __forceinline__ void hold_queries() {
+    if constexpr (S::kHold) {
+      // As new: its address would take registers from one tile to the next.
+      const u32 thread = read_thread_anew() - 128, row = thread / 32 * 16 + thread % 16;
+      const u32 chunk = thread / 16 % 2;
+      const u32 at = shared.queries(query_slot()) + row * 128 + ((chunk ^ row % 8) << 4);
+#pragma unroll
+      for (int i = 0; i < S::kRowSteps; ++i) {
+        ldmatrix4(held[i], (at ^ i % 4 * 32) + i / 4 * S::kTileRows * 128);
+      }
+      if constexpr (S::kNarrow) Rows::narrow(held);
+    }
+  }
+
   // Steps of 32 bytes of a row, four a panel.
   __device__ __forceinline__ void issue_scores(const Operands &from) {
     const u64 keys = matrix_descriptor(from.keys, 16, 1024);
@@ -70,7 +86,9 @@ struct PrefillPipeline : Rows {
     for (int i = 0; i < S::kRowSteps; ++i) {
       const u64 left = rows + (i / 4 * S::kTileRows * 128 + i % 4 * 32) / 16;
       const u64 right = keys + (i / 4 * kKeys * 128 + i % 4 * 32) / 16;
-      if constexpr (S::kType == kE4m3) {
+      if constexpr (S::kHold) {
+        Wgmma<kKeys>::template registers_rows<S::kType>(s, held[i], right, i > 0);
+      } else if constexpr (S::kType == kE4m3) {
         WgmmaFp8<kKeys>::shared(s, left, right, i > 0);
       } else {
         Wgmma<kKeys>::template shared<S::kType>(s, left, right, i > 0);

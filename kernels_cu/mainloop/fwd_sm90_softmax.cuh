@@ -7,6 +7,7 @@
 #pragma once
 
 #include "arch/wgmma_sm90.cuh"
+#include "block/query_tile.cuh"
 #include "mainloop/fwd_sm90_rows.cuh"
 
 template <class V>
@@ -27,12 +28,64 @@ struct PrefillRows : TileRows<V::kKeys> {
   using Rows::p, Rows::warpgroup, Rows::warp, Rows::lane, Rows::s, Rows::c, Rows::sum;
   using Rows::token, Rows::head;
 
-  float scale;  // of scores, to base 2; of modified ones 1
+  float scale;        // of scores, to base 2; of modified ones 1
+  float natural;      // of scores over an 8-bit cache
+  float narrowed[2];  // `scale` of a row whose queries are narrowed
   float o[kDv / 2];
   u32 weight[kKeys / 16][4];
 
   __device__ __forceinline__ PrefillRows(const AttentionParams &p, int pack_shift, int warpgroup)
       : Rows(p, pack_shift, warpgroup), scale(V::kScoreMod ? 1.f : p.softmax_scale * kLog2e) {}
+
+  // Over an 8-bit cache every tile has factors of its own.
+  __device__ __forceinline__ void enter(const PrefillTile &t) {
+    if constexpr (V::kWiden) {
+      // Its sign is that of the widened keys. Never 0, as it meets -inf.
+      natural = fmaxf(fabsf(score_scale(p, t.request, t.kv_head)), 1e-30f);
+      if constexpr (!V::kScoreMod) scale = natural * kLog2e;
+    }
+  }
+  // bf16 queries as fp16, each row over a power of two, which its scores are due: exactly, but for
+  // elements below 2^-29 of the row's largest.
+  template <int kSteps>
+  __device__ __forceinline__ void narrow(u32 (&query)[kSteps][4]) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float top = 0.f;
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int j = h; j < 4; j += 2) {
+          const float2 pair = unpack_bf16(query[i][j]);
+          top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+        }
+      }
+      const int exponent = narrowing_exponent(quad_max(top));
+      const float by = power_of_two(-exponent);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+        for (int j = h; j < 4; j += 2) {
+          const float2 pair = unpack_bf16(query[i][j]);
+          query[i][j] = pack_fp16(pair.x * by, pair.y * by);
+        }
+      }
+      narrowed[h] = fmaxf(scale * power_of_two(exponent), 1e-37f);  // as above
+    }
+  }
+  // Of scores of row h, to base 2.
+  __device__ __forceinline__ float row_scale(int h) const {
+    if constexpr (V::kNarrow) return narrowed[h];
+    return scale;
+  }
+  __device__ __forceinline__ float score_factor() const {
+    if constexpr (V::kWiden) return natural;
+    return p.softmax_scale;
+  }
+  __device__ __forceinline__ float value_factor(const PrefillTile &t) const {
+    if constexpr (V::kWiden) return value_scale(p, t.request, t.kv_head);
+    return 1.f;
+  }
 
   // ---- scores
 
@@ -62,13 +115,13 @@ struct PrefillRows : TileRows<V::kKeys> {
   }
 
   __device__ __forceinline__ SoftCap soft_cap() const {
-    return SoftCap(p.softmax_scale / p.softcap, p.softcap * kLog2e);
+    return SoftCap(score_factor() / p.softcap, p.softcap * kLog2e);
   }
 
   // Soft cap and ALiBi; scores are to base 2 then.
   __device__ __forceinline__ void modify(const PrefillTile &t, int n) {
     if constexpr (V::kScoreMod) {
-      Rows::modify_scores(t, n, p.softmax_scale, [&](int h) { return Rows::load_slope(t, h); });
+      Rows::modify_scores(t, n, score_factor(), [&](int h) { return Rows::load_slope(t, h); });
     }
   }
 
@@ -90,7 +143,7 @@ struct PrefillRows : TileRows<V::kKeys> {
     bool grown = false;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float wanted = largest(h) * scale + headroom;
+      const float wanted = largest(h) * row_scale(h) + headroom;
       const float before = kFirst ? -infinity() : c[h];
       // Without a key so far both are -inf and the comparison does not hold.
       const bool grows = wanted - before > kSlack;
@@ -141,7 +194,7 @@ struct PrefillRows : TileRows<V::kKeys> {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       float &at = s[4 * j + 2 * h + e];
-      at = exp2_approx(V::kScoreMod ? at - shift : fmaf(at, scale, -shift));
+      at = exp2_approx(V::kScoreMod ? at - shift : fmaf(at, row_scale(h), -shift));
       total += at;
     }
     return total;
