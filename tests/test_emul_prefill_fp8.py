@@ -32,7 +32,7 @@ def test_any_case_in_any_order_of_warps(case, order, num_splits):
 CASES = {**TILES, "ragged": TILES["ragged"].replace(descale=True)}
 
 
-@pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "ascending_v"])
+@pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "opposed", "ascending_v"])
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 80), (256, 192)])
 def test_every_tile(head_dims, name, pattern):

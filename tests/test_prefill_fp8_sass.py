@@ -11,7 +11,7 @@ VARIANTS = {variant.symbol: variant for variant in prefill_variants("sm_90")}
 
 
 def inner_loop(variant, keys):
-    """The one that keeps the shift: it has a maximum over scores only where sums were too large."""
+    """The one without masks, which are instructions a score."""
     loops = [loop for loop in product_loops(variant) if loop.count("MUFU.EX2") >= keys // 2]
     return min(loops, key=lambda loop: len(loop.body))
 
@@ -23,9 +23,10 @@ def test_the_inner_loop(head_dim, keys):
     assert loop.count("QGMMA") == head_dim // 32 + keys // 32
     # Descriptors come from uniform registers: a move for each of them would be twice as many.
     assert loop.count("R2UR") <= 4
-    # Exponentials begin beside the warpgroup's own products, and hide the sums of their output:
-    # with the wait for it after all of them a long request takes 6 % more.
-    assert 0 < loop.between_waits("MUFU.EX2") < keys // 2
+    # The largest score is looked for beside the warpgroup's own products, three in an instruction;
+    # the exponentials after them hide the sums of their output, and P as it is rounded.
+    assert loop.between_waits("VIMNMX3") >= keys // 4
+    assert loop.count("FMUL") == 0
     assert not any(
         "STL" in text or "LDL" in text for text in instructions(variant, disassembler())[0]
     )

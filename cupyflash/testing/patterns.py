@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 __all__ = ["PATTERNS", "draw"]
 
-PATTERNS = ("normal", "spiky", "constant", "one_hot", "ascending_v", "outlier")
+PATTERNS = ("normal", "spiky", "constant", "one_hot", "ascending_v", "outlier", "opposed")
 """
 normal
     Independent N(0, 1).
@@ -21,6 +21,8 @@ ascending_v
     q is 0 and v[j] = j mod 256: out is the mean of the visible indices.
 outlier
     One channel of q and k is 24 times as large in every token, as in real models.
+opposed
+    |N(0, 1)| for q and its negative for k: every score is below 0.
 """
 
 
@@ -43,4 +45,6 @@ def draw(
         values[...] = (np.arange(tokens) % 256)[:, None, None]
     elif pattern == "outlier" and role != "v":
         values[..., dim // 3] *= 24
+    elif pattern == "opposed" and role != "v":
+        values = np.abs(values) * np.float32(1 if role == "q" else -1)
     return values

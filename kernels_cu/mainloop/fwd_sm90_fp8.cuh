@@ -1,8 +1,8 @@
 // The computing warpgroups of the 8-bit Hopper prefill: 64 rows of a tile each, on wgmma in e4m3.
 //
-// S = Q K(j)^T and O = P(j+1) V(j+1) are issued together, and the softmax of S(j) runs while the
-// tensor cores are at P(j+1) V(j+1). They keep about 14 bits of a sum, so O is added up in float32
-// registers after every key tile; there each row gets what its weights were divided by.
+// S = Q K(j)^T and O = P(j+1) V(j+1) are issued together, and the largest of S(j) is looked for
+// while the tensor cores are at P(j+1) V(j+1). They keep about 14 bits of a sum, so O is added up
+// in float32 registers after every key tile; there each row gets what its weights were divided by.
 //
 // Tiles whose sums are too large run again, with the maximum in every key tile.
 #pragma once
@@ -76,8 +76,9 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
 
   template <bool kMasked>
   __device__ __forceinline__ void pack_scores() {
-    const float top[2] = {W::template weigh<kMasked>(0), W::template weigh<kMasked>(1)};
-    due[0] = W::pack(0, top[0]), due[1] = W::pack(1, top[1]);
+    float less[2];
+    W::template find_shift<kMasked>(less, due);
+    W::template weigh<kMasked>(less, due);
   }
 
   // The first key tile of a tile, whose scores are there.
@@ -87,7 +88,6 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
     W::modify(t, n);
     W::orient();
     if (n >= t.mask_from || n < t.mask_below) W::mask(t, n);
-    W::begin_shift();
     pack_scores<true>();
   }
 
@@ -110,22 +110,25 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
       if constexpr (kMasked) {
         W::orient();
         W::mask(t, n);
-        W::begin_shift();
       }
       pack_scores<kMasked>();
     } else {
       wgmma_wait<1>();
       have_scores();
-      const float top[2] = {W::template weigh<false>(0), W::template weigh<false>(1)};
+      float less[2], next[2];
+      W::template find_shift<false>(less, next);
       wgmma_wait<0>();
       have_output();
-      due[0] = W::pack(0, top[0]), due[1] = W::pack(1, top[1]);
+      due[0] = next[0], due[1] = next[1];
+      W::template weigh<false>(less, due);
     }
   }
 
   // All key tiles but the first.
   __device__ __forceinline__ void run_steps(const PrefillTile &t) {
-    const int begin = t.n_begin, mask_from = max(W::mask_from(t), begin);
+    const int begin = t.n_begin;
+    // Scores of a negative scale are turned about before they are compared, which masked steps do.
+    const int mask_from = !V::kScoreMod && W::scale < 0.f ? begin : max(W::mask_from(t), begin);
     const int mask_below = max(t.mask_below, begin);
     int n = t.n_end - 2;
     for (; n >= mask_from; --n) step<true>(t, n);
@@ -216,11 +219,11 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
 
   __device__ __forceinline__ void store(const PrefillTile &t) const {
     const float by = value_scale(p, t.request, t.kv_head);
+    const RowResult result[2] = {W::conclude(t, 0, by), W::conclude(t, 1, by)};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const RowResult result = W::conclude(t, h, by);
       const Fp8OutputRow to = {p, t, W::token(t, h), W::head(t, h), lane % 4};
-      to.template store<kDim>(result, h, total);
+      to.template store<kDim>(result[h], h, total);
     }
   }
 

@@ -31,17 +31,32 @@ struct Fp8Scores : TileRows<V::kKeys> {
     return {low - n * kKeys, high - n * kKeys};
   }
 
+  // A lane's scores of a row have a bit each, in 8 keys two.
+  __device__ __forceinline__ static u32 bits_before(int end) {
+    const int count = (end >> 3) * 2 + min(end & 7, 2);
+    return end <= 0 ? 0 : end >= 128 ? ~0u : (1u << count) - 1;
+  }
+
   __device__ __forceinline__ void mask(const PrefillTile &t, int n) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const KeyRange keys = visible(t, n, h);
       const int low = keys.begin - lane % 4 * 2, high = keys.end - lane % 4 * 2;
+      if constexpr (V::kHeadDim > 128) {  // a word is a register too many
 #pragma unroll
-      for (int j = 0; j < kKeys / 8; ++j) {
+        for (int j = 0; j < kKeys / 8; ++j) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int at = 8 * j + e;
-          if (at < low || at >= high) s[4 * j + 2 * h + e] = -infinity();
+          for (int e = 0; e < 2; ++e) {
+            const int at = 8 * j + e;
+            if (at < low || at >= high) s[4 * j + 2 * h + e] = -infinity();
+          }
+        }
+      } else {
+        const u32 seen = bits_before(high) & ~bits_before(low);
+#pragma unroll
+        for (int k = 0; k < kKeys / 4; ++k) {
+          float &at = s[k / 2 * 4 + 2 * h + k % 2];
+          at = seen >> k & 1 ? at : -infinity();
         }
       }
     }

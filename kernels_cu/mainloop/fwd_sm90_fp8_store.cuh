@@ -47,6 +47,9 @@ struct Fp8OutputRow : OutputRow {
                                                 const float (&o)[kDim / 2]) const {
     char *const to = out_row();
     const bool odd = quarter & 1;
+    const int begin = 16 * (quarter & 1) + 4 * (quarter & 2);
+    // All exchanges before the first store, which is a branch or a predicate of its own.
+    uint4 piece[kDim / 32];
 #pragma unroll
     for (int pair = 0; pair < kDim / 32; ++pair) {
       u32 word[2][2];
@@ -58,11 +61,14 @@ struct Fp8OutputRow : OutputRow {
       }
       const u32 first = __shfl_xor_sync(0xffffffffu, odd ? word[0][0] : word[1][0], 1);
       const u32 second = __shfl_xor_sync(0xffffffffu, odd ? word[0][1] : word[1][1], 1);
-      const int column = 32 * pair + 16 * (quarter & 1) + 4 * (quarter & 2);
+      piece[pair] = make_uint4(odd ? first : word[0][0], odd ? second : word[0][1],
+                               odd ? word[1][0] : first, odd ? word[1][1] : second);
+    }
+#pragma unroll
+    for (int pair = 0; pair < kDim / 32; ++pair) {
+      const int column = 32 * pair + begin;
       if (inside && column < p.head_dim_v) {
-        *reinterpret_cast<uint4 *>(to + column * 2) =
-            odd ? make_uint4(first, second, word[1][0], word[1][1])
-                : make_uint4(word[0][0], word[0][1], first, second);
+        *reinterpret_cast<uint4 *>(to + column * 2) = piece[pair];
       }
     }
   }

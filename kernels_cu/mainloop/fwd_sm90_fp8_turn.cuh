@@ -17,6 +17,11 @@ struct Fp8Transposer {
   using S = Fp8Shared<V>;
   static constexpr int kKeys = V::kKeys, kChunks = V::kHeadDim / 16, kPanelKeys = S::kPanelKeys;
 
+  static constexpr int kOwn = kChunks / kTransposingWarps;  // chunks of a warp
+  // As far as registers go: addresses are then a flipped bit and an offset in the instruction.
+  static constexpr int kUnroll = V::kLoadRegisters < 40 ? 1 : V::kHeadDim > 128 ? 2 : kOwn;
+  static_assert(kChunks % kTransposingWarps == 0 && 8 % kTransposingWarps == 0, "");
+
   const S &shared;
   const int warp;  // of those that transpose
   const int lane = threadIdx.x & 31;
@@ -43,15 +48,15 @@ struct Fp8Transposer {
         __syncwarp();
       }
       mbarrier_wait(shared_address(&r.turned_empty[turned.slot]), turned.parity ^ 1);
-#pragma unroll 1
-      for (int chunk = warp; chunk < kChunks; chunk += kTransposingWarps) {
+#pragma unroll(kUnroll)
+      for (int i = 0; i < kOwn; ++i) {
 #pragma unroll
         for (int group = 0; group < kKeys / 32; group += 2) {
           u32 first[4], second[4];
-          load(first, source, group, chunk);
-          load(second, source, group + 1, chunk);
-          store(first, to, group, chunk);
-          store(second, to, group + 1, chunk);
+          load(first, source, group, i);
+          load(second, source, group + 1, i);
+          store(first, to, group, i);
+          store(second, to, group + 1, i);
         }
       }
       fence_async_proxy();
@@ -82,21 +87,25 @@ struct Fp8Transposer {
     return source + (chunk / 8 * kKeys + row) * 128 + (((chunk ^ row) & 7) << 4);
   }
 
-  // 32 keys times 16 columns.
-  __device__ __forceinline__ void load(u32 (&pair)[4], u32 source, int group, int chunk) const {
-    ldmatrix4_trans(pair, at(source, group * 32 + lane, chunk));
+  // 32 keys times 16 columns, of this warp's i-th chunk. Tiles start at multiples of 1024 bytes, so
+  // what a swizzle flips is flipped in the address.
+  __device__ __forceinline__ void load(u32 (&pair)[4], u32 source, int group, int i) const {
+    const u32 line = source + lane * 128 + (((warp ^ lane) & 7) << 4);
+    const int chunk = i * kTransposingWarps;
+    ldmatrix4_trans(pair, (line ^ chunk % 8 << 4) + (chunk / 8 * kKeys + group * 32) * 128);
   }
 
-  __device__ __forceinline__ void store(const u32 (&pair)[4], u32 to, int group, int chunk) const {
+  __device__ __forceinline__ void store(const u32 (&pair)[4], u32 to, int group, int i) const {
     constexpr int kGroups = kPanelKeys / 32;  // of a panel
     const u32 row = lane & 7, matrix = lane >> 3;
-    const u32 slots = 2 * (group % kGroups) + (matrix >> 1);
     const u32 flip = kPanelKeys == 128 ? row : row >> 1;
-    const u32 panel = to + group / kGroups * V::kHeadDim * kPanelKeys;
+    const u32 line =
+        to + (warp * 16 + 8 * (matrix & 1) + row) * kPanelKeys + (((matrix >> 1) ^ flip) << 4);
     const u32 word[4] = {
         __byte_perm(pair[0], pair[1], 0x6420), __byte_perm(pair[0], pair[1], 0x7531),
         __byte_perm(pair[2], pair[3], 0x6420), __byte_perm(pair[2], pair[3], 0x7531)};
-    stmatrix4(panel + (chunk * 16 + 8 * (matrix & 1) + row) * kPanelKeys + ((slots ^ flip) << 4),
+    stmatrix4((line ^ group % kGroups << 5) + group / kGroups * V::kHeadDim * kPanelKeys +
+                  i * kTransposingWarps * 16 * kPanelKeys,
               word);
   }
 };

@@ -1,12 +1,13 @@
 // Weights of the 8-bit Hopper prefill: scores of a warpgroup's 64 rows become weights of a softmax,
 // rounded to e4m3.
 //
-// Each row of each key tile is rounded with a factor of its own, so that its largest weight is 2^8:
-// that one is exact, those next to it are where e4m3 is finest, and all from 2^-17 of it on count.
-// The output of the key tile is due the inverse, and gets it where it is added to the float32 sums.
-// So the weights themselves need only be finite: they are exp2(x - c), with c the largest score of
-// the first key tile of which the row sees anything, for good. The largest weight is looked for
-// beside the exponentials, which wait for nothing then.
+// Each row of each key tile has a shift of its own, so that its largest weight is 2^8: that one is
+// exact, those next to it are where e4m3 is finest, and all from 2^-17 of it on count. The output
+// of the key tile is due the rest of exp2(x - c), and gets it where it is added to the float32
+// sums, with c the largest score of the first key tile of which the row sees anything, for good.
+//
+// The largest score is looked for first. Then a weight needs no other factor and is rounded as soon
+// as it is there, so that all else hides behind the exponentials.
 #pragma once
 
 #include "mainloop/fwd_sm90_fp8_scores.cuh"
@@ -15,8 +16,7 @@ template <class V>
 struct Fp8Weights : Fp8Scores<V> {
   using Scores = Fp8Scores<V>;
   using Scores::kKeys, Scores::p, Scores::scale, Scores::weight, Scores::s, Scores::c, Scores::sum;
-  static constexpr float kTop = 0x1p8f;           // the largest rounded weight of a row
-  static constexpr float kLeast = 0x1p-100f;      // that is told from 0
+  static constexpr float kTop = 8.f;              // of the largest weight of a row, to base 2
   static constexpr float kLargestSum = 0x1p110f;  // with which sums of values are finite
 
   using Scores::Scores;
@@ -30,7 +30,7 @@ struct Fp8Weights : Fp8Scores<V> {
     return min(t.mask_from, max(0, t.token + t.shift + p.window_right) / kKeys);
   }
 
-  // Of scores that are oriented and masked, to base 2.
+  // Of scores that are oriented, to base 2.
   __device__ __forceinline__ float largest_score(int h) const {
     float top = s[2 * h];
 #pragma unroll
@@ -40,13 +40,55 @@ struct Fp8Weights : Fp8Scores<V> {
     return quad_max(top) * fabsf(scale);
   }
 
-  // Rows that have seen no key before get their shift.
-  __device__ __forceinline__ void begin_shift() {
-    if (!__any_sync(0xffffffffu, fminf(c[0], c[1]) == -infinity())) return;
+  // The same of both rows where nothing is masked and the scale is positive. Floats from 0 on are
+  // in the order of their bits, and an integer maximum takes three of them. Where a lane has only
+  // negative scores the largest is the integer minimum.
+  __device__ __forceinline__ void largest_scores(float (&largest)[2]) const {
+    int top[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const float top = largest_score(h);
-      if (c[h] == -infinity()) c[h] = top;
+      int low = bits(2 * h), high = bits(kKeys / 4 + 2 * h);  // two chains: of half the keys each
+#pragma unroll
+      for (int j = 0; j < kKeys / 16; ++j) {
+        const int at = 4 * j + 2 * h;
+        low = max(max(low, bits(at)), bits(at + 1));
+        high = max(max(high, bits(kKeys / 4 + at)), bits(kKeys / 4 + at + 1));
+      }
+      top[h] = max(low, high);
+    }
+    if (__any_sync(0xffffffffu, min(top[0], top[1]) < 0)) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        u32 least = bits(2 * h);
+#pragma unroll
+        for (int j = 0; j < kKeys / 8; ++j) {
+          const int at = 4 * j + 2 * h;
+          least = min(min(least, static_cast<u32>(bits(at))), static_cast<u32>(bits(at + 1)));
+        }
+        if (top[h] < 0) top[h] = static_cast<int>(least);
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) largest[h] = quad_max(__int_as_float(top[h])) * scale;
+  }
+  __device__ __forceinline__ int bits(int i) const { return __float_as_int(s[i]); }
+
+  // `less` goes off the scores of this key tile, `due` is what its output is due. Rows that have
+  // seen no key before get their c.
+  template <bool kMasked>
+  __device__ __forceinline__ void find_shift(float (&less)[2], float (&due)[2]) {
+    float largest[2];
+    if constexpr (kMasked) {
+      largest[0] = largest_score(0), largest[1] = largest_score(1);
+    } else {
+      largest_scores(largest);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (kMasked && c[h] == -infinity()) c[h] = largest[h];
+      const bool none = kMasked && largest[h] == -infinity();
+      less[h] = none ? 0.f : largest[h] - kTop;
+      due[h] = none ? 0.f : exp2_approx(less[h] - c[h]);
     }
   }
 
@@ -61,40 +103,29 @@ struct Fp8Weights : Fp8Scores<V> {
     }
   }
 
-  // Scores of row h become weights, and are added up. Returns the largest of this lane.
+  // Scores of both rows become weights, are added up, and rounded to 8 bits.
   template <bool kMasked>
-  __device__ __forceinline__ float weigh(int h) {
-    const float shift = kMasked && c[h] == -infinity() ? 0.f : c[h];
+  __device__ __forceinline__ void weigh(const float (&less)[2], const float (&due)[2]) {
     const float by = V::kScoreMod ? 1.f : kMasked ? fabsf(scale) : scale;
-    float added = 0.f;
-    int top = 0;  // floats from 0 on are in the order of their bits: three in one instruction
-#pragma unroll
-    for (int j = 0; j < kKeys / 8; ++j) {
-      float &first = s[4 * j + 2 * h], &second = s[4 * j + 2 * h + 1];
-      first = exp2_approx(V::kScoreMod ? first - shift : fmaf(first, by, -shift));
-      second = exp2_approx(V::kScoreMod ? second - shift : fmaf(second, by, -shift));
-      added += first;
-      added += second;
-      top = max(max(top, __float_as_int(first)), __float_as_int(second));
-    }
-    sum[h] += added;
-    return __int_as_float(top);
-  }
-
-  // Weights of row h to 8 bits. Returns what their output is due.
-  __device__ __forceinline__ float pack(int h, float top) {
-    const float largest = fmaxf(quad_max(top), kLeast);
-    const float by = __fdividef(kTop, largest);
+    float added[2][2] = {};
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {
 #pragma unroll
-      for (int j = h; j < 4; j += 2) {
-        const int at = 16 * i + 8 * (j / 2) + 2 * (j % 2);
-        weight[i][j] = pack_fp8<kE4m3>(s[at] * by, s[at + 1] * by) |
-                       pack_fp8<kE4m3>(s[at + 4] * by, s[at + 5] * by) << 16;
+      for (int j = 0; j < 4; ++j) {
+        const int h = j % 2, at = 16 * i + 8 * (j / 2) + 2 * (j % 2);
+        // In place: with copies of their own ptxas keeps all scores to the end, and spills.
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          float &x = s[at + k / 2 * 4 + k % 2];
+          x = exp2_approx(V::kScoreMod ? x - less[h] : fmaf(x, by, -less[h]));
+          added[h][k % 2] += x;
+        }
+        weight[i][j] = pack_fp8<kE4m3>(s[at], s[at + 1]) | pack_fp8<kE4m3>(s[at + 4], s[at + 5])
+                                                               << 16;
       }
     }
-    return largest * (1.f / kTop);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) sum[h] = fmaf(added[h][0] + added[h][1], due[h], sum[h]);
   }
 
   __device__ __forceinline__ RowResult conclude(const PrefillTile &t, int h, float by) const {

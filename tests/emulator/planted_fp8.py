@@ -18,6 +18,8 @@ _GROWING = _TILES.replace(pattern="outlier", lengths=((64, 700),), group_size=1,
 _WIDE = _TILES.replace(head_dim=256)
 _GROWING_WIDE = _TILES.replace(lengths=((140, 900),), group_size=1, head_dim=256, causal=False,
                                descale=False, softmax_scale=0.1)  # fmt: skip
+_NEGATIVE = _TILES.replace(pattern="opposed", causal=False)
+_BACKWARDS = _TILES.replace(softmax_scale=-0.5)
 _LOUD = _GROWING.replace(softmax_scale=60.0)
 _AGAIN = Case(lengths=((130, 30), (200, 0)), group_size=2, head_dim=128, causal=True, page_size=16,
               pattern="outlier", q_type="e4m3", kv_type="e4m3")  # fmt: skip
@@ -96,17 +98,38 @@ PLANTED_FP8 = [
         _TILES,
     ),
     Planted(
-        "fp8: a lane's largest weight is taken for the row's",
+        "fp8: a lane's largest score is taken for the row's",
         KERNEL,
-        r"fmaxf\(quad_max\(top\), kLeast\)",
-        "fmaxf(top, kLeast)",
+        r"quad_max\(__int_as_float\(top\[h\]\)\)",
+        "__int_as_float(top[h])",
+        _GROWING,
+    ),
+    Planted(
+        "fp8: a lane's largest score is taken for the row's where there are masks",
+        KERNEL,
+        r"return quad_max\(top\) \* fabsf\(scale\);",
+        "return top * fabsf(scale);",
         _TILES,
+    ),
+    Planted(
+        "fp8: the largest of negative scores is the one of the largest bits",
+        KERNEL,
+        r"if \(top\[h\] < 0\) top\[h\] = static_cast<int>\(least\);",
+        ";",
+        _NEGATIVE,
+    ),
+    Planted(
+        "fp8: scores of a negative scale are compared as they are",
+        KERNEL,
+        r"!V::kScoreMod && W::scale < 0\.f \? begin : ",
+        "",
+        _BACKWARDS,
     ),
     Planted(
         "fp8: weights beyond the format",
         KERNEL,
-        r"const float by = __fdividef\(kTop, largest\);",
-        "const float by = kTop;",
+        r"none \? 0\.f : largest\[h\] - kTop;",
+        "c[h] - kTop;",
         _GROWING,
     ),
     Planted(
@@ -130,7 +153,16 @@ PLANTED_FP8 = [
         "return 1e6f;",
         _GROWING_WIDE,
     ),
-    Planted("fp8: one key too many is seen", KERNEL, r"at >= high\)", "at > high)", _TILES),
+    Planted(
+        "fp8: one key too many is seen",
+        KERNEL,
+        r"= bits_before\(high\)",
+        "= bits_before(high + 1)",
+        _TILES,
+    ),
+    Planted(
+        "fp8, 256 wide: one key too many is seen", KERNEL, r"at >= high\)", "at > high)", _WIDE
+    ),
     Planted(
         "fp8: a tile is overwritten while it is read",
         KERNEL,
