@@ -9,7 +9,7 @@ from emulator import device_array, emulated
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupyflash.cascade import merge_attn_states
+from cupyflash.merge import merge_attn_states
 from cupyflash.runtime.device import DeviceInfo
 from cupyflash.runtime.dtypes import BF16, FP32
 from cupyflash.runtime.merge_plan import make_merge_plan

@@ -13,8 +13,8 @@ from prefixes import SHARED, cascade, make_shared, schedule_of
 
 from cupyflash import find_prefix_tree
 from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.cascade import merge_attn_states
 from cupyflash.kv_cache import reshape_and_cache_flash
+from cupyflash.merge import merge_attn_states
 from cupyflash.quantize import quantize_fp8
 from cupyflash.scheduler_metadata import get_scheduler_metadata
 from cupyflash.testing import Case
