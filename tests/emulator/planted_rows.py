@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupyflash.cascade import merge_attn_states
+from cupyflash.merge import merge_attn_states
 from cupyflash.kv_cache import reshape_and_cache_flash
 from cupyflash.testing import DTYPES, Case, expect_merge, write_oracle
 
