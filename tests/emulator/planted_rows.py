@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cupyflash.merge import merge_attn_states
 from cupyflash.kv_cache import reshape_and_cache_flash
+from cupyflash.merge import merge_attn_states
 from cupyflash.testing import DTYPES, Case, expect_merge, write_oracle
 
 from .device import device_array
