@@ -11,10 +11,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from cupyflash.runtime.attention_plan import ATTENTION_PARAMS, NEVER_SPLIT
+from cupyflash.runtime.attention_plan import ATTENTION_PARAMS
 from cupyflash.runtime.merge_plan import MERGE, MERGE_PARAMS
 from cupyflash.runtime.params import ParamsLayout
 from cupyflash.runtime.row_kernel import RowKernel
+from cupyflash.runtime.splits import NEVER_SPLIT
 from cupyflash.runtime.variant import Variant
 from cupyflash.runtime.write_plan import WRITE, WRITE_PARAMS
 

@@ -13,20 +13,18 @@ from .plan import LARGEST_WORKSPACE, Plan
 from .problem import AttentionProblem
 from .span_plan import DECODE_ROWS, SpanPlan, make_span_plan, serves
 from .spans import schedule_plan
-from .splits import MOST_SPLITS, fewest_pieces
+from .splits import MOST_SPLITS, NEVER_SPLIT, choose_chunk, fewest_pieces, visible_keys
 
 __all__ = [
     "ATTENTION_PARAMS",
-    "NEVER_SPLIT",
     "AttentionPlan",
     "attention_plans",
     "attention_variants",
     "combine_plan",
     "make_attention_plans",
+    "row_blocks",
+    "visible_to_rows",
 ]
-
-NEVER_SPLIT = 1 << 30
-"""A chunk of keys that no request reaches the end of."""
 
 _COMBINE_THREADS = 128
 _SMALLEST_CHUNK = 128
@@ -118,7 +116,7 @@ def _plan(
     problem: AttentionProblem, info: DeviceInfo, tile: Tile, skipped_rows: int, limit: int
 ) -> AttentionPlan:
     rows = problem.total_q * problem.num_heads_q
-    blocks, blocks_a_request = _row_blocks(problem, tile.rows)
+    blocks, blocks_a_request = row_blocks(problem, tile.rows)
     chunk, splits = _choose_splits(problem, info, tile, blocks, rows, limit)
     forward = Plan(
         tile.variant(native_arch(info.capability), score_mod(problem)),
@@ -210,12 +208,12 @@ def _choose_tile(problem: AttentionProblem, info: DeviceInfo) -> Tile:
         return decode
     if rows > 64 and "wide" in tiles:
         wide = tiles["wide"]
-        if _row_blocks(problem, wide.rows)[0] * problem.num_heads_kv >= info.num_sms:
+        if row_blocks(problem, wide.rows)[0] * problem.num_heads_kv >= info.num_sms:
             return wide
     return tiles["narrow"]
 
 
-def _row_blocks(problem: AttentionProblem, rows: int) -> tuple[int, int]:
+def row_blocks(problem: AttentionProblem, rows: int) -> tuple[int, int]:
     """Row blocks to launch, and how many of them each request has (0: found in the kernel)."""
     if not problem.batch:
         return 0, 0
@@ -226,18 +224,9 @@ def _row_blocks(problem: AttentionProblem, rows: int) -> tuple[int, int]:
     return ragged, 0
 
 
-def _visible(problem: AttentionProblem, rows: int) -> int:
+def visible_to_rows(problem: AttentionProblem, rows: int) -> int:
     """Keys that a row block sees at most."""
-    left, right = problem.window_left, problem.window_right
-    if left < 0 or right < 0:
-        return problem.max_seqlen_k
-    tokens = -(-(rows - 1) // problem.group_size) + 1
-    return min(problem.max_seqlen_k, left + right + tokens)
-
-
-def _chunks(problem: AttentionProblem, visible: int, chunk: int) -> int:
-    """Chunks that visible keys can touch; chunks lie at multiples of their size."""
-    return max(1, min(-(-problem.max_seqlen_k // chunk), (visible + chunk - 2) // chunk + 1))
+    return visible_keys(problem, -(-(rows - 1) // problem.group_size) + 1)
 
 
 def _choose_splits(
@@ -249,18 +238,16 @@ def _choose_splits(
     workspace_limit: int,
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
-    wanted, visible = problem.num_splits, _visible(problem, tile.rows)
+    wanted, visible = problem.num_splits, visible_to_rows(problem, tile.rows)
     items = blocks * problem.num_heads_kv
     if wanted == 1 or problem.batch_invariant or not items or rows >= 1 << 31:
         return NEVER_SPLIT, 1
     if wanted == 0:
         wanted = _planned_splits(info, tile, items, visible)
-    for count in range(min(wanted, MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
-        chunk = -(-visible // count // tile.keys) * tile.keys
-        splits = _chunks(problem, visible, chunk)
-        if splits <= wanted and _partial_bytes(problem, rows, splits) <= workspace_limit:
-            return (chunk, splits) if splits > 1 else (NEVER_SPLIT, 1)
-    return NEVER_SPLIT, 1
+    return choose_chunk(
+        problem, visible, tile.keys, wanted,
+        lambda splits: _partial_bytes(problem, rows, splits) <= workspace_limit,
+    )  # fmt: skip
 
 
 def _resident(tile: Tile, info: DeviceInfo) -> int:

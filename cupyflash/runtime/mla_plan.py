@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from .attention_args import Tiling
-from .attention_plan import ATTENTION_PARAMS, NEVER_SPLIT, combine_plan
+from .attention_plan import ATTENTION_PARAMS, combine_plan, row_blocks, visible_to_rows
 from .compile import native_arch
 from .device import DeviceInfo
 from .dtypes import BF16, E4M3, FP16, ScalarType
@@ -15,7 +15,7 @@ from .latent_params import LATENT_PARAMS
 from .latent_plan import latent_plans, latent_refusal, latent_variant
 from .plan import LARGEST_WORKSPACE, Plan
 from .problem import AttentionProblem
-from .splits import MOST_SPLITS, fewest_pieces
+from .splits import MOST_SPLITS, NEVER_SPLIT, choose_chunk, fewest_pieces
 from .variant import Variant
 
 __all__ = [
@@ -112,12 +112,12 @@ def make_mla_plan(
     small, large = _tiles(arch)
     most_rows = min(problem.max_seqlen_q, problem.total_q) * problem.group_size
     tile = small if most_rows <= small.rows else large
-    blocks, blocks_a_request = _row_blocks(problem, tile.rows)
+    blocks, blocks_a_request = row_blocks(problem, tile.rows)
     items = blocks * problem.num_heads_kv
     limit = LARGEST_WORKSPACE
     if workspace_limit is not None:
         limit = min(limit, workspace_limit)
-    chunk, splits = _choose_chunk(problem, info, tile, items, limit)
+    chunk, splits = _choose_splits(problem, info, tile, items, limit)
     forward = Plan(
         tile.variant(problem.q_type, problem.kv_type, arch),
         (items, 1, splits),
@@ -171,43 +171,20 @@ def _partial_bytes(problem: AttentionProblem, splits: int) -> int:
     return rows * (problem.head_dim_v + 1) * 4 if splits > 1 else 0
 
 
-def _row_blocks(problem: AttentionProblem, rows: int) -> tuple[int, int]:
-    """Row blocks to launch, and how many of them each request has (0: found in the kernel)."""
-    if not problem.batch:
-        return 0, 0
-    per_request = -(-problem.max_seqlen_q * problem.group_size // rows)
-    ragged = problem.total_q * problem.group_size // rows + problem.batch
-    if per_request * problem.batch <= ragged:
-        return per_request * problem.batch, per_request
-    return ragged, 0
-
-
-def _choose_chunk(
+def _choose_splits(
     problem: AttentionProblem, info: DeviceInfo, tile: _Tile, items: int, limit: int
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
-    visible = _visible(problem, tile.rows)
+    visible = visible_to_rows(problem, tile.rows)
     wanted, rows = problem.num_splits, problem.total_q * problem.num_heads_q
     if wanted == 1 or problem.batch_invariant or not items or rows >= 1 << 31:
         return NEVER_SPLIT, 1
     if not wanted:
         wanted = _planned_splits(info, items, visible)
-    for count in range(min(wanted, MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
-        chunk = -(-visible // count // tile.keys) * tile.keys
-        # Chunks lie at multiples of their size, so a window may touch one more.
-        touched = min(-(-problem.max_seqlen_k // chunk), (visible + chunk - 2) // chunk + 1)
-        if 1 < touched <= wanted and _partial_bytes(problem, touched) <= limit:
-            return chunk, touched
-    return NEVER_SPLIT, 1
-
-
-def _visible(problem: AttentionProblem, rows: int) -> int:
-    """Keys that a row block sees at most."""
-    left, right = problem.window_left, problem.window_right
-    if left < 0 or right < 0:
-        return problem.max_seqlen_k
-    tokens = -(-(rows - 1) // problem.group_size) + 1
-    return min(problem.max_seqlen_k, left + right + tokens)
+    return choose_chunk(
+        problem, visible, tile.keys, wanted,
+        lambda splits: _partial_bytes(problem, splits) <= limit,
+    )  # fmt: skip
 
 
 def _planned_splits(info: DeviceInfo, items: int, visible: int) -> int:

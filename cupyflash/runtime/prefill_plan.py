@@ -7,7 +7,7 @@ from functools import lru_cache
 from math import gcd
 
 from .attention_args import Tiling
-from .attention_plan import NEVER_SPLIT, combine_plan
+from .attention_plan import combine_plan
 from .device import DeviceInfo
 from .divisors import log2
 from .dtypes import BF16, FP16
@@ -22,7 +22,7 @@ from .prefill_tile import (
     prefill_variants,
 )
 from .problem import AttentionProblem
-from .splits import MOST_SPLITS, fewest_pieces
+from .splits import MOST_SPLITS, NEVER_SPLIT, choose_chunk, fewest_pieces, visible_keys
 from .widen_tile import WidenTile, widen_refusal
 
 __all__ = [
@@ -202,31 +202,21 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo, tile: AnyTil
     return min(pieces * (tile.rows * (problem.head_dim_v + 1) + 1) * 4, LARGEST_WORKSPACE)
 
 
-def _visible(problem: AttentionProblem, tile: AnyTile) -> int:
-    """Keys that a tile sees at most."""
-    left, right = problem.window_left, problem.window_right
-    if left < 0 or right < 0:
-        return problem.max_seqlen_k
-    return min(problem.max_seqlen_k, left + right + tile.rows // _pack(problem, tile))
-
-
 def _choose_splits(
     problem: AttentionProblem, info: DeviceInfo, tile: AnyTile, tiles: int, limit: int
 ) -> tuple[int, int]:
     """Keys of a chunk, and chunks a row may have."""
-    visible, wanted = _visible(problem, tile), problem.num_splits
+    visible = visible_keys(problem, tile.rows // _pack(problem, tile))
+    wanted = problem.num_splits
     if wanted == 1 or problem.batch_invariant or not tiles:
         return NEVER_SPLIT, 1
     if wanted == 0:
         wanted = _planned_splits(info, tiles, visible)
     row_bytes = problem.total_q * problem.num_heads_q * (problem.head_dim_v + 1) * 4
-    for count in range(min(wanted, MOST_SPLITS, -(-visible // tile.keys)), 1, -1):
-        chunk = -(-visible // count // tile.keys) * tile.keys
-        # Chunks lie at multiples of their size.
-        splits = min(-(-problem.max_seqlen_k // chunk), (visible + chunk - 2) // chunk + 1)
-        if splits <= wanted and splits * (row_bytes + tiles * 4) <= limit:
-            return (chunk, splits) if splits > 1 else (NEVER_SPLIT, 1)
-    return NEVER_SPLIT, 1
+    return choose_chunk(
+        problem, visible, tile.keys, wanted,
+        lambda splits: splits * (row_bytes + tiles * 4) <= limit,
+    )  # fmt: skip
 
 
 def _planned_splits(info: DeviceInfo, tiles: int, visible: int) -> int:
