@@ -9,7 +9,7 @@ class DecodeMerge : public MailMerge<V::kWarps, V::kSharedRings && V::kWarps == 
   using Base = MailMerge<V::kWarps, V::kSharedRings && V::kWarps == 8>;
   using Base::d, Base::kAll, Base::kPad, Base::kWide, Base::lse_of, Base::merge_mail;
   using Base::merge_spans, Base::p, Base::partial_row, Base::piece_block, Base::post;
-  using Base::states_, Base::store_final, Base::values_;
+  using Base::states_, Base::store_final, Base::sum_warps, Base::values_;
   static constexpr int kRowTiles = V::kRowTiles, kSteps = V::kHeadDim / 16, kWarps = V::kWarps;
   // No two warps have the same head.
   static constexpr bool kLone = V::kSharedRings && kWarps == 8;
@@ -111,7 +111,7 @@ class DecodeMerge : public MailMerge<V::kWarps, V::kSharedRings && V::kWarps == 
       const int all = i >> (d.column_shift - 2), side = all & (unit - 1), row = all >> d.unit_shift;
       const int in_pass = i * 4 & ((1 << d.column_shift) - 1), at = column + in_pass;
       if (at >= p.head_dim_v) continue;
-      float top = -infinity(), sum = 0.f, acc[4] = {};
+      float top = -infinity(), sum, acc[4];
       float2 state[kWarps];
       float4 v[kWarps];
 #pragma unroll
@@ -122,14 +122,7 @@ class DecodeMerge : public MailMerge<V::kWarps, V::kSharedRings && V::kWarps == 
         if ((w & (unit - 1)) != side) state[w] = {-infinity(), 0.f}, v[w] = {};  // another head's
         top = fmaxf(top, state[w].x);
       }
-      const float shift = top == -infinity() ? 0.f : top;
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float factor = exp2_approx(state[w].x - shift);
-        sum += factor * state[w].y;
-        acc[0] += factor * v[w].x, acc[1] += factor * v[w].y;
-        acc[2] += factor * v[w].z, acc[3] += factor * v[w].w;
-      }
+      sum_warps(state, v, top, acc, sum);
       const float norm = __fdividef(scales[side], sum);
 #pragma unroll
       for (int e = 0; e < 4; ++e) acc[e] = sum == 0.f ? 0.f : acc[e] * norm;

@@ -46,6 +46,21 @@ class MailMerge : public SpanMerge<kWarps, kManyRows> {
     }
   }
 
+  // Sums of the warps' parts, which are not normalised; `top` is the largest score of all.
+  __device__ __forceinline__ static void sum_warps(const float2 (&state)[kWarps],
+                                                   const float4 (&v)[kWarps], float top,
+                                                   float (&acc)[4], float &sum) {
+    const float shift = top == -infinity() ? 0.f : top;
+    sum = acc[0] = acc[1] = acc[2] = acc[3] = 0.f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) {
+      const float factor = exp2_approx(state[w].x - shift);
+      sum += factor * state[w].y;
+      acc[0] += factor * v[w].x, acc[1] += factor * v[w].y;
+      acc[2] += factor * v[w].z, acc[3] += factor * v[w].w;
+    }
+  }
+
   // After span `first + part` has posted all it has of a segment of `count` spans. All threads.
   // The last blocks of the segment merge: blocks start in their order, so that those before them
   // are over or run, and so few wait that those after them find room whatever else the GPU does.
@@ -163,23 +178,13 @@ class MailMerge : public SpanMerge<kWarps, kManyRows> {
                                             float &sum) const {
     float2 state[kWarps];
     float4 v[kWarps];
-    float most = -infinity();
+    top = -infinity();
 #pragma unroll
     for (int w = 0; w < kWarps; ++w) {
       state[w] = states_[w];
       v[w] = *reinterpret_cast<const float4 *>(values_ + w * kWide + in_slice);
-      most = fmaxf(most, state[w].x);
+      top = fmaxf(top, state[w].x);
     }
-    const float shift = most == -infinity() ? 0.f : most;
-    top = most, sum = 0.f;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) acc[e] = 0.f;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const float factor = exp2_approx(state[w].x - shift);
-      sum += factor * state[w].y;
-      acc[0] += factor * v[w].x, acc[1] += factor * v[w].y;
-      acc[2] += factor * v[w].z, acc[3] += factor * v[w].w;
-    }
+    sum_warps(state, v, top, acc, sum);
   }
 };
