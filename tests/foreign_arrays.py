@@ -1,8 +1,21 @@
-"""Stand-ins for GPU arrays of other libraries, as much of them as a call asks for."""
+"""Stand-ins for arrays of other libraries, as much of them as a call asks for."""
 
 from __future__ import annotations
 
-__all__ = ["Interface", "Jax", "NumbaArray", "Tensor"]
+__all__ = ["Foreign", "Interface", "Jax", "NumbaArray", "Tensor"]
+
+
+class Foreign:
+    """An array of which nothing is known but DLPack."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
 
 
 class Tensor:

@@ -7,24 +7,12 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
+from foreign_arrays import Foreign
 
 import cupyflash as cf
 from cupyflash.runtime.foreign import Consumer, adopt, is_array
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-class Foreign:
-    """An array of which nothing is known but DLPack."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 def wrapped(value):

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from batches import arguments, random_batch, run
+from foreign_arrays import Foreign
 
 import cupyflash as cf
 
@@ -15,19 +16,6 @@ BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
 pytestmark = pytest.mark.gpu
-
-
-class Foreign:
-    """An array of which nothing is known but DLPack."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 class Interface:

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from batches import arguments, check, random_batch, run, starts
+from foreign_arrays import Foreign
 
 from cupyflash import flash_attn_varlen_func
 from cupyflash.testing import Case
@@ -37,19 +38,6 @@ def test_b83_a_scale_of_one_as_an_integer(path):
     args = arguments(path, *random_batch([2], [30], dtype=BF16), [2], [30])
     left, right = (run(path, {**args, "softmax_scale": scale}) for scale in (1, 1.0))
     np.testing.assert_array_equal(left[0], right[0])
-
-
-class Foreign:
-    """An array of another library: DLPack and nothing else."""
-
-    def __init__(self, array):
-        self.array = array
-
-    def __dlpack__(self, **options):
-        return self.array.__dlpack__(**options)
-
-    def __dlpack_device__(self):
-        return self.array.__dlpack_device__()
 
 
 def test_b88_arrays_through_dlpack(path):

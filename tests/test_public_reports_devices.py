@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from batches import arguments, expected, random_batch
+from batches import arguments, check_results, expected, random_batch, results
 
 import cupyflash
 from cupyflash import AttentionBounds, flash_attn_varlen_func
@@ -28,17 +28,6 @@ from cupyflash.runtime.variants import all_variants
 from cupyflash.support import Need
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def results(path, args):
-    """out and lse to write, poisoned, as arguments."""
-    q, v = args["q"], args["v"]
-    out = path.array(np.full((*q.shape[:2], v.shape[-1]), np.nan, q.dtype))
-    return {"out": out, "lse": path.array(np.full((q.shape[1], len(q)), np.nan, np.float32))}
-
-
-def check_results(path, args, written):
-    expected(path, args).check(path.host(written["out"]), path.host(written["lse"]))
 
 
 class OnDevice:

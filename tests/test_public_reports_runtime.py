@@ -7,23 +7,12 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from batches import arguments, expected, random_batch, run
+from batches import arguments, check_results, random_batch, results, run
 from graphs import capture
 
 from cupyflash import flash_attn_varlen_func, reshape_and_cache_flash
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def results(path, args):
-    """out and lse to write, poisoned, as arguments."""
-    q, v = args["q"], args["v"]
-    out = path.array(np.full((*q.shape[:2], v.shape[-1]), np.nan, q.dtype))
-    return {"out": out, "lse": path.array(np.full((q.shape[1], len(q)), np.nan, np.float32))}
-
-
-def check_results(path, args, written):
-    expected(path, args).check(path.host(written["out"]), path.host(written["lse"]))
 
 
 def test_b73_padded_slots_when_a_graph_is_replayed(path):
