@@ -13,8 +13,8 @@ from .prefix_tree import PrefixTree
 from .runtime import env
 from .runtime.arrays import array_module, as_array, as_shaped, on_stream, place, spec_of
 from .runtime.call import scale_argument
-from .runtime.rules.numbers import non_negative
 from .runtime.rules.operands import check_operand
+from .runtime.rules.prefix import prefix_blocks
 from .runtime.rules.score import window
 from .runtime.shared_launch import Sharing
 from .shared_prefix import PrefixSchedule, attend_once, sharing_of_tree
@@ -95,7 +95,8 @@ def attend(
     prefix_len, max_kv_len = options.common_prefix_len, options.max_kv_len
     for_prefix, for_suffix = schedules
     if tree is None:
-        blocks = _prefix_blocks(key_cache, prefix_len, max_kv_len)
+        pages = check_operand("key_cache", spec_of(key_cache), "[num_blocks, block_size, Hk, D]")
+        blocks = prefix_blocks(prefix_len, pages[1], max_kv_len)
     else:
         blocks = _no_prefix(prefix_len, for_prefix)
     sides = window(options.sliding_window, False)
@@ -209,23 +210,6 @@ def _no_prefix(common_prefix_len: int, prefix_scheduler_metadata: Any) -> int:
             f"{prefix_scheduler_metadata!r}: the tree says what is shared; use 0 and None"
         )
     return 0
-
-
-def _prefix_blocks(key_cache: Any, common_prefix_len: int, max_kv_len: int) -> int:
-    """Blocks of the prefix."""
-    block_size = check_operand("key_cache", spec_of(key_cache), "[num_blocks, block_size, Hk, D]")[
-        1
-    ]
-    length = non_negative("common_prefix_len", common_prefix_len)
-    if length == 0 or length % block_size:
-        nearest = max(1, round(length / block_size)) * block_size
-        raise ValueError(
-            f"common_prefix_len={length} must be a positive multiple of the block size "
-            f"{block_size}; the nearest is {nearest}"
-        )
-    if non_negative("max_kv_len", max_kv_len) < length:
-        raise ValueError(f"max_kv_len={max_kv_len} must hold the prefix, at least {length}")
-    return length // block_size
 
 
 def _is_shared(scale: Any) -> bool:

@@ -11,12 +11,14 @@ from .prefix_tree import PrefixTree, prefix_tree
 from .runtime.arrays import place, spec_of
 from .runtime.device import device_for
 from .runtime.launch import stream_handle
+from .runtime.placement import check_apart
 from .runtime.prefix_search import Search, search_prefixes
+from .runtime.rules.numbers import non_negative, token_bound
 from .runtime.rules.sequences import check_lengths
 from .runtime.shared_plan import MOST_SHARED_REQUESTS
 from .runtime.shared_tile import MOST_LEVELS
 
-__all__ = ["check_tables", "find_prefix_tree", "shared_groups"]
+__all__ = ["check_tables", "find_prefix_tree", "null_entry", "shared_groups", "tree_beside"]
 
 
 def find_prefix_tree(
@@ -72,8 +74,9 @@ def find_prefix_tree(
     (table, lengths, starts, out), on_host = place(
         names, (block_table, seqused_k, cu_seqlens_q, out), stream, required=2
     )
-    check_tables(table, lengths, starts, block_size, levels)
+    check_tables(table, lengths, starts, block_size, levels, null_block)
     batch = table.shape[0]
+    into = None if out is None else tree_beside(batch, levels, out, table, lengths, starts)
     if on_host:
         held = table.shape[1] * block_size
         if batch and not 0 <= lengths.min() <= lengths.max() <= held:
@@ -93,18 +96,31 @@ def find_prefix_tree(
             "pass NumPy arrays, or name the groups to prefix_tree()"
         )
     queue = device.current_stream() if given is None else given
-    size = (2 * levels + 1) * batch
-    if out is None:
-        out = device.empty((size,), np.dtype(np.int32), queue)
-    elif out.shape != (size,) or out.dtype != np.int32:
-        raise ValueError(f"out is {out.dtype} {out.shape}; this tree takes int32 ({size},)")
-    null = -1 if null_block is None else null_block
-    search = Search(table, starts, lengths, block_size, null, out, levels)
+    if into is None:
+        size = (2 * levels + 1) * batch
+        into = PrefixTree(batch, levels, device.empty((size,), np.dtype(np.int32), queue))
+    search = Search(table, starts, lengths, block_size, null_entry(null_block), into.buffer, levels)
     search_prefixes(device, search, queue)
-    return PrefixTree(batch, levels, out)
+    return into
 
 
-def check_tables(table: Any, lengths: Any, starts: Any, block_size: int, levels: int) -> None:
+def tree_beside(batch: int, levels: int, out: Any, *read: Any) -> PrefixTree:
+    """The tree in ``out``, which shares no memory with what is searched.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    tree = PrefixTree(batch, levels, out)
+    for name, array in zip(("block_table", "seqused_k", "cu_seqlens_q"), read, strict=True):
+        if array is not None:
+            check_apart(("the tree", name), tree.buffer, array)
+    return tree
+
+
+def check_tables(
+    table: Any, lengths: Any, starts: Any, block_size: int, levels: int, null_block: int | None
+) -> None:
     """Refuse arrays that `find_prefix_tree` does not take.
 
     Raises
@@ -120,12 +136,29 @@ def check_tables(table: Any, lengths: Any, starts: Any, block_size: int, levels:
     check_lengths("seqused_k", spec_of(lengths), batch)
     if starts is not None:
         check_lengths("cu_seqlens_q", spec_of(starts), batch + 1)
-    if block_size < 1 or not 1 <= levels <= MOST_LEVELS:
+    null_entry(null_block)
+    size, count = token_bound("block_size", block_size), non_negative("levels", levels)
+    if size < 1 or not 1 <= count <= MOST_LEVELS:
         raise ValueError(
             f"block_size={block_size} must be at least 1, levels={levels} from 1 to {MOST_LEVELS}"
         )
     if batch > MOST_SHARED_REQUESTS:
         raise ValueError(f"{batch} requests; a schedule takes {MOST_SHARED_REQUESTS}")
+
+
+def null_entry(null_block: int | None) -> int:
+    """The block that is none, as kernels take it; -1 if there is no such block.
+
+    Raises
+    ------
+    TypeError, ValueError
+    """
+    if null_block is None:
+        return -1
+    found = non_negative("null_block", max(null_block, 0))
+    if found >= 1 << 31:
+        raise ValueError(f"null_block={found}: entries of a block_table are int32")
+    return found if null_block >= 0 else -1
 
 
 def shared_groups(

@@ -9,6 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .runtime.arrays import as_array
+from .runtime.rules.numbers import non_negative, token_bound
+from .runtime.rules.prefix import check_tree
 from .runtime.shared_tile import MOST_LEVELS
 
 __all__ = ["PrefixTree", "prefix_tree"]
@@ -28,11 +31,23 @@ class PrefixTree:
         Of every level and place: the members of the group that begins there (0: in no group, -n: n
         places behind its first), and the key at which what it shares ends; then the request of each
         place. Beside the queries of a call.
+
+    Raises
+    ------
+    TypeError, ValueError
+        The buffer is not contiguous int32 of that size from a multiple of 8 bytes on, or there are
+        more levels than a tree has.
     """
 
     batch: int
     levels: int
     buffer: Any
+
+    def __post_init__(self) -> None:
+        buffer = as_array(self.buffer, "buffer")
+        check_tree(self.batch, self.levels, buffer)
+        if not isinstance(self.buffer, np.ndarray):
+            object.__setattr__(self, "buffer", buffer)
 
     @property
     def nodes(self) -> Any:
@@ -71,7 +86,8 @@ def prefix_tree(
     Raises
     ------
     ValueError
-        Groups that overlap, an index of no request, more levels than there are.
+        Groups that overlap, an index of no request, more levels than there are; what groups share
+        is negative or too long; `out` is no buffer of a `PrefixTree`.
 
     Examples
     --------
@@ -85,9 +101,11 @@ def prefix_tree(
            [  0,   0],
            [  0,   0]], dtype=int32)
     """
-    chains = _chains(groups, batch)
+    chains = _chains(groups, non_negative("batch", batch))
     needed = max(1, max(map(len, chains), default=1))
-    levels = needed if levels is None else levels
+    levels = needed if levels is None else non_negative("levels", levels)
+    if needed > MOST_LEVELS:
+        raise ValueError(f"groups of {needed} levels; a tree has 1 to {MOST_LEVELS}")
     if not needed <= levels <= MOST_LEVELS:
         raise ValueError(
             f"groups of {needed} levels, levels={levels}: a tree has {needed} to {MOST_LEVELS} here"
@@ -101,22 +119,24 @@ def prefix_tree(
                                   for r in order])  # fmt: skip
     if out is None:
         return tree
-    if out.shape != host.shape or out.dtype != host.dtype:
-        raise ValueError(f"out is {out.dtype} {out.shape}; this tree takes int32 {host.shape}")
-    if isinstance(out, np.ndarray):
-        out[...] = host
+    into = PrefixTree(batch, levels, out)
+    if isinstance(into.buffer, np.ndarray):
+        into.buffer[...] = host
     else:
-        out.set(host)
-    return PrefixTree(batch, levels, out)
+        into.buffer.set(host)
+    return into
 
 
 def _chains(groups: Iterable[Group], batch: int) -> list[list[tuple[int, int]]]:
     """The groups (number, keys) of each request, the outermost first."""
     chains: list[list[tuple[int, int]]] = [[] for _ in range(batch)]
-    found = [(sorted(set(members)), int(keys)) for members, keys in groups]
+    found = [
+        (sorted({non_negative("request", r) for r in members}), token_bound("tokens", keys))
+        for members, keys in groups
+    ]
     found.sort(key=lambda group: (group[1], -len(group[0])))
     for number, (members, keys) in enumerate(found):
-        if members and not 0 <= members[0] <= members[-1] < batch:
+        if members and members[-1] >= batch:
             raise ValueError(f"group {members}: requests are 0 to {batch - 1}")
         parents = {tuple(chains[r][-1:]) for r in members}
         if len(parents) > 1:

@@ -9,7 +9,7 @@ import numpy as np
 
 from .bounds import AttentionBounds
 from .fa_version import capability_of, resolve_version
-from .prefix_search import check_tables, find_prefix_tree
+from .prefix_search import check_tables, find_prefix_tree, null_entry, tree_beside
 from .prefix_tree import PrefixTree
 from .runtime.arrays import place, spec_of
 from .runtime.call import Call
@@ -18,6 +18,7 @@ from .runtime.key_maps import tma_refusal
 from .runtime.launch import stream_handle
 from .runtime.prefix_search import SEARCH_THREADS, Search
 from .runtime.problem import AttentionProblem
+from .runtime.rules.prefix import check_schedule_buffer, prefix_blocks
 from .runtime.rules.sequences import check_lengths
 from .runtime.shared_launch import Sharing, attend_shared, schedule_shared, share_prefixes
 from .runtime.shared_plan import SharedPlan, make_shared_plan, shared_refusal
@@ -122,8 +123,9 @@ def get_prefix_schedule(
     Raises
     ------
     TypeError, ValueError
-        Bounds that no call could have, lengths of another dtype or size, a buffer that is too small
-        (says the size needed).
+        Bounds that no call could have, lengths of another dtype or size, a prefix that is not whole
+        blocks, a tree of another batch, a buffer that is not contiguous uint8 from a multiple of 16
+        bytes on or is too small (says the size needed).
     """
     names = ("suffix_kv_lens", "cu_seqlens_q", "out", "block_table")
     (lengths, starts, out, table), on_host = place(
@@ -146,12 +148,14 @@ def get_prefix_schedule(
     ).problem()
     check_lengths("suffix_kv_lens", spec_of(lengths), batch_size)
     check_lengths("cu_seqlens_q", spec_of(starts), batch_size + 1)
+    _check_shared(common_prefix_len, prefix_tree, batch_size, page_size, max_seqlen_k)
     if table is not None:
-        if prefix_tree is None or prefix_tree.batch != batch_size:
+        if prefix_tree is None:
             raise ValueError(
                 f"block_table: pass a prefix_tree of {batch_size} requests to write to"
             )
-        check_tables(table, lengths, starts, page_size, prefix_tree.levels)
+        check_tables(table, lengths, starts, page_size, prefix_tree.levels, null_block)
+        tree_beside(batch_size, prefix_tree.levels, prefix_tree.buffer, table, lengths, starts)
 
     def find() -> None:
         if table is not None and prefix_tree is not None:
@@ -177,17 +181,40 @@ def get_prefix_schedule(
     nbytes = plan.attend.workspace_bytes
     if out is None:
         out = device.empty((nbytes,), np.dtype(np.uint8), queue)
-    elif out.nbytes < nbytes:
-        raise ValueError(f"out holds {out.nbytes} bytes; this schedule needs {nbytes}")
+    else:
+        check_schedule_buffer(out, nbytes)
     if prefix_tree is None or table is None or batch_size > SEARCH_THREADS:
         find()
         schedule_shared(problem, plan, sharing, device, (starts, lengths), out, queue)
     else:
-        null, into = -1 if null_block is None else null_block, prefix_tree.buffer
+        null, into = null_entry(null_block), prefix_tree.buffer
         search = Search(table, starts, lengths, page_size, null, into, prefix_tree.levels)
         share_prefixes(problem, plan, search, device, out, queue)
     side = stream if isinstance(stream, SideStream) else None
+    if side is not None:
+        side.queued()
     return PrefixSchedule(out, _needs(problem, plan, sharing), side)
+
+
+def _check_shared(
+    common_prefix_len: int,
+    tree: PrefixTree | None,
+    batch: int,
+    page_size: int,
+    max_seqlen_k: int,
+) -> None:
+    if tree is None:
+        prefix_blocks(common_prefix_len, page_size, max_seqlen_k)
+        return
+    if not isinstance(tree, PrefixTree):
+        raise TypeError(f"prefix_tree is {type(tree).__name__}; make one by find_prefix_tree")
+    if common_prefix_len:
+        raise ValueError(
+            f"prefix_tree with common_prefix_len={common_prefix_len}: the tree says what is "
+            "shared; use 0"
+        )
+    if tree.batch != batch:
+        raise ValueError(f"prefix_tree is of {tree.batch} requests, the calls of {batch}")
 
 
 def sharing_of_tree(tree: PrefixTree) -> Sharing:

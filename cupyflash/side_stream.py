@@ -70,6 +70,10 @@ class SideStream:
             self._device.order(self.ptr, main)
             self._joined.add(main)
 
+    def queued(self) -> None:
+        """What was joined before is not enough: more is queued here since."""
+        self._joined.clear()
+
     def join_once(self, stream: int) -> None:
         """`join` unless it was done."""
         if stream not in self._joined:
