@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from sass import disassembler, instructions, product_loops
+from sass_registers import Code
 
 from cupyflash.runtime.prefill_plan import prefill_variants
 
@@ -39,3 +40,10 @@ def test_one_thing_after_the_other():
     assert not any(
         "STL" in text or "LDL" in text for text in instructions(variant, disassembler())[0]
     )
+
+
+@pytest.mark.parametrize("shape", ["d128_n128", "d256_n128"])
+def test_no_instruction_touches_registers_of_products_in_flight(shape):
+    found = Code(*instructions(VARIANTS[f"attention_fwd_sm90_fp8_{shape}"], disassembler()))
+    assert sum(this.base == "QGMMA" for this in found.code) >= 40
+    assert found.touched() == []
