@@ -131,7 +131,8 @@ def cascade_attention(
     )  # fmt: skip
     passes = prefix_scheduler_metadata, suffix_scheduler_metadata
     known = None
-    if passes == (None, None):
+    # `==` would be asked of the elements of an array.
+    if prefix_scheduler_metadata is None and suffix_scheduler_metadata is None:
         if type(query) not in FOREIGN:
             known = find_known(arrays, options, prefix_tree, schedule, stream)
         if known is None and (views := gpu_views(arrays, CascadeArrays._fields, stream)):

@@ -110,7 +110,9 @@ def find_known(
     tree, schedule, stream
         As `cascade_attention` takes them.
     """
-    sizes = None
+    sizes, query = None, given[_QUERY]
+    if query is None or type(query) is float:  # these have a key, as descales may be them
+        return None
     if tree is not None:
         if type(tree) is not PrefixTree:
             return None

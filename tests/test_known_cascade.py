@@ -237,3 +237,21 @@ def test_no_more_calls_than_are_kept(gpu, monkeypatch):
         for scale in range(1, 9):
             with_tree(softmax_scale=scale / 8)()
             assert len(known_cascade._known) <= 3
+
+
+@pytest.mark.parametrize("name", ["prefix_scheduler_metadata", "suffix_scheduler_metadata"])
+def test_a_schedule_of_a_pass_may_be_its_buffer(gpu, name):
+    wrong, queued = np.zeros(8, np.int32), len(gpu.launches)
+    with pytest.raises(TypeError, match="scheduler_metadata"):
+        call(**{name: wrong})()
+    assert len(gpu.launches) == queued
+
+
+@pytest.mark.parametrize("wrong", [None, 1.0, "query"])
+def test_a_query_that_is_no_array_is_named(gpu, monkeypatch, wrong):
+    # Of a GPU, the array says which one it is.
+    monkeypatch.setattr("cupyflash.known_cascade.active_device", lambda: None)
+    monkeypatch.setattr("cupyflash.known_cascade.device_for", lambda array: (array.data, gpu)[1])
+    for tree_or_not in (call, with_tree):
+        with pytest.raises(TypeError, match="query"):
+            tree_or_not(query=wrong)()
