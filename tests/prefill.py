@@ -70,7 +70,7 @@ def fp8_cases(draw, most_requests=3, **fixed):
 def widen_cases(draw, most_requests=3, **fixed):
     """Cases that the kernel takes: 16-bit queries, an 8-bit cache of pages from 16."""
     lengths = _lengths(most_requests, (16, 64, 80, 96, 128), 33)
-    head_dim = st.sampled_from([64, 128, 16, 80, 96, 160, 192])
+    head_dim = st.sampled_from([64, 128, 16, 80, 96, 160, 192, 256])
     return draw(_cases(lengths, head_dim, **fixed)).replace(
         q_type=draw(st.sampled_from(["bf16", "fp16"])),
         kv_type=draw(st.sampled_from(["e4m3", "e4m3", "e5m2"])),

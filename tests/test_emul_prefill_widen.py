@@ -38,7 +38,9 @@ def test_any_case_in_any_order_of_warps(case, order, num_splits):
 
 @pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "ascending_v"])
 @pytest.mark.parametrize("name", TILES)
-@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 80), (192, 128), (192, 192)])
+@pytest.mark.parametrize(
+    "head_dims", [(64, 64), (128, 128), (96, 80), (192, 128), (192, 192), (256, 256)]
+)
 def test_every_tile(head_dims, name, pattern):
     case = TILES[name].replace(
         head_dim=head_dims[0], head_dim_v=head_dims[1], pattern=pattern, descale=True,
@@ -51,7 +53,7 @@ def test_every_tile(head_dims, name, pattern):
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize(
     "options", [{"softcap": 50.0}, {"softcap": 0.5}, {"alibi": "request"},
                 {"softcap": 5.0, "alibi": "head", "window_size": (90, 20)}]
@@ -190,7 +192,6 @@ def test_a_nan_key_reaches_the_rows_that_see_it_and_no_others(cache, byte):
     [
         ({"page_size": 8}, "page size 8"),
         ({"page_size": 20}, "page size 20"),
-        ({"head_dim": 256}, "at most 192"),
     ],
 )
 def test_what_it_does_not_take_goes_to_the_portable_kernel_with_a_reason(change, reason):

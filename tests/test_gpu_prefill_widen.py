@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 
 
 @pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "one_hot"])
-@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", LONG)
 @pytest.mark.parametrize("types", [("bf16", "e4m3"), ("fp16", "e4m3"), ("bf16", "e5m2")])
 def test_long_requests(name, head_dim, pattern, types):

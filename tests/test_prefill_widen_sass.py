@@ -30,7 +30,7 @@ def test_queries_and_weights_have_registers_of_their_own(shape):
     assert {"tnspB" in this.text for this in products} == {False, True}
 
 
-@pytest.mark.parametrize("shape", ["bf16_e4m3_d128_n128", "fp16_e5m2_d192_128_n96_mod"])
+@pytest.mark.parametrize("shape", ["bf16_e4m3_d128_n128", "fp16_e5m2_d256_n64_mod"])
 def test_variants_compile_without_spills(shape):
     compiles_cleanly(VARIANTS[f"attention_fwd_sm90_{shape}"])
 
@@ -43,5 +43,5 @@ def test_all_variants(name):
 
 
 def test_the_variants_are_few_and_distinct():
-    assert len(VARIANTS) == len(list(prefill_fp8_cache_variants())) <= 32
+    assert len(VARIANTS) == len(list(prefill_fp8_cache_variants())) <= 40
     assert len(HELD) == 16

@@ -100,13 +100,12 @@ class WidenTile:
         )
 
 
-# At 512 threads a product of 256 columns does not compile (its 128 registers are all that a thread
-# begins with), so larger heads are left to the portable kernel.
 _TILES = (
     WidenTile(64, 64, 128, 64, 4, query_stages=3, stages=3, held=True),
     WidenTile(128, 128, 128, 64, 2, query_stages=2, held=True),
     WidenTile(192, 128, 96, 48, 2),
     WidenTile(192, 192, 80, 16, 5),
+    WidenTile(256, 256, 64, 32, 2),
 )
 # Modified scores take registers.
 _MOD_TILES = (
@@ -139,7 +138,4 @@ def widen_refusal(problem: AttentionProblem) -> str:
     """Why this kernel does not take a problem; empty where it does."""
     if problem.q_type not in (BF16, FP16) or problem.out_type != problem.q_type:
         return "over an 8-bit cache it takes q and out of one 16-bit type"
-    sizes = f"head sizes {problem.head_dim} and {problem.head_dim_v} of an 8-bit cache"
-    if max(problem.head_dim, problem.head_dim_v) > _TILES[-1].head_dim:
-        return f"{sizes}: at most {_TILES[-1].head_dim}"
     return ""

@@ -66,12 +66,25 @@ struct PrefillCompute : PrefillPipeline<PrefillRows<V>, PrefillShared<V>> {
 
   // ---- products
 
+  // 512 threads begin with 128 registers, and a product of 256 columns takes as many: two of them.
+  static constexpr bool kHalves = V::kWiden && kDv > 192;
+
   __device__ __forceinline__ void issue_output(const Operands &from, int keep) {
     const u64 values = matrix_descriptor(from.values, kKeys * 128, 1024);
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i) {
-      Wgmma<kDv>::template registers<V::kCompute>(o, weight[i], values + i * 2048 / 16,
-                                                  i > 0 ? 1 : keep);
+      if constexpr (kHalves) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          float (&half)[kDv / 4] = reinterpret_cast<float (&)[kDv / 4]>(o[h * (kDv / 4)]);
+          Wgmma<kDv / 2>::template registers<V::kCompute>(
+              half, weight[i], values + (h * S::kPanelsV / 2 * kKeys * 128 + i * 2048) / 16,
+              i > 0 ? 1 : keep);
+        }
+      } else {
+        Wgmma<kDv>::template registers<V::kCompute>(o, weight[i], values + i * 2048 / 16,
+                                                    i > 0 ? 1 : keep);
+      }
     }
     wgmma_commit();
   }

@@ -16,6 +16,7 @@ _TILES = Case(lengths=((140, 400),), num_heads_kv=1, group_size=2, head_dim=64, 
 _TAIL = _TILES.replace(lengths=((33, 0), (70, 7)), causal=False)  # tiles with rows of others
 _HEADS = _TILES.replace(lengths=((140, 30),), num_heads_kv=2, group_size=1, head_dim=128)
 _WIDE = _TILES.replace(head_dim=192, lengths=((140, 100),))
+_WIDEST = _HEADS.replace(head_dim=256)
 _CAP = _HEADS.replace(softcap=5.0)
 _AGAIN = _HEADS.replace(lengths=((300, 400),), pattern="spiky")  # tiles that run again
 
@@ -164,6 +165,13 @@ PLANTED_FP8KV = [
         r"to \+ panel / 2 \* 2 \* kPanelBytes",
         "to + (panel / 2 ^ 1) * 2 * kPanelBytes",
         _WIDE,
+    ),
+    Planted(
+        "fp8kv: both halves of the columns have the first half's values",
+        KERNEL,
+        r"h \* S::kPanelsV / 2 \* kKeys \* 128 \+ i \* 2048",
+        "i * 2048",
+        _WIDEST,
     ),
     Planted(
         "fp8kv: the swizzle of one row for all",
