@@ -79,8 +79,26 @@ def test_the_order_of_warps_changes_no_bit(symbol):
 @pytest.mark.parametrize("pattern", ["jump", "climb", "wild", "values"])
 def test_scores_that_outgrow_the_shift(symbol, pattern):
     tile, score_mod = OTHERS[symbol]
-    if tile.head_dim == 64 and not score_mod:  # what the inputs are built for
-        run(built(pattern, "bf16"), symbol, num_splits=1)
+    if not score_mod:
+        run(built(pattern, "bf16", heads=2, head_dim=tile.head_dim), symbol, num_splits=1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("causal", [False, True])
+def test_many_tiles_of_a_block(symbol, causal, seed):
+    """Whole tiles and parts of them, with and without keys that a warpgroup passes over."""
+    lengths = ((257, 0), (64, 0), (100, 30), (1, 300), (128, 64), (0, 5), (190, -60), (5, 0))
+    case = Case(lengths=lengths, num_heads_kv=3, causal=causal, seed=seed)
+    with emulated("sm_90a", num_sms=1 + seed % 2, seed=seed):
+        made(case, symbol).check(flash_attn_varlen_func)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_warpgroup_that_is_a_tile_ahead(symbol, seed):
+    """Tiles of so few keys that no buffer of keys holds the first warpgroup back."""
+    case = Case(lengths=((17, 0),), num_heads_kv=1, group_size=3, causal=True, page_size=16)
+    with emulated("sm_90a", num_sms=1, seed=seed):
+        made(case, symbol).check(flash_attn_varlen_func)
 
 
 def test_what_a_warpgroup_passes_over_is_not_multiplied():

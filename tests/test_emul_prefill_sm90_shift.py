@@ -12,9 +12,9 @@ from cupyflash.testing import Case
 from cupyflash.testing.requests import to_numpy
 
 
-def built(pattern, kind, heads=1, xp=np):
+def built(pattern, kind, heads=1, xp=np, head_dim=64):
     """Scores that take a certain course over the keys; tiles are walked from the last key down."""
-    inputs = Case(lengths=((130, 600),), num_heads_kv=heads, head_dim=64, causal=True,
+    inputs = Case(lengths=((130, 600),), num_heads_kv=heads, head_dim=head_dim, causal=True,
                   q_type=kind, kv_type=kind).make(xp)  # fmt: skip
     args = inputs.args
     q, k, v = (to_numpy(args[name]).astype(np.float32) for name in "qkv")
@@ -26,7 +26,7 @@ def built(pattern, kind, heads=1, xp=np):
         q[:130], k[used] = 1, (0.02 * np.arange(730)[::-1])[:, None, None]
     elif pattern == "edge":  # sums between 2^127 and 2^128, where a factor of 2^-127 would be 0
         q[:130], k[used] = 1, 0
-        k[3] = 88.4 * 8 / 64
+        k[3] = 88.4 / head_dim**0.5
     elif pattern == "wild":  # far apart within every tile
         k[used] *= 60
     else:  # values at the end of their type
