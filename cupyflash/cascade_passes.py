@@ -13,6 +13,7 @@ from .prefix_tree import PrefixTree
 from .runtime import env
 from .runtime.arrays import array_module, as_array, as_shaped, on_stream, place, spec_of
 from .runtime.call import scale_argument
+from .runtime.placement import check_apart
 from .runtime.rules.operands import check_operand
 from .runtime.rules.prefix import prefix_blocks
 from .runtime.rules.score import window
@@ -119,6 +120,11 @@ def attend(
         **scales,
     }  # fmt: skip
     table = as_shaped(given.block_table, "block_table", 2)
+    if table.shape[1] < blocks:
+        raise ValueError(
+            f"block_table has {table.shape[1]} columns; common_prefix_len={prefix_len} takes "
+            f"{blocks} blocks"
+        )
     lengths = given.suffix_kv_lens
     whole = {
         "max_seqlen_k": max_kv_len, "block_table": table, "causal": True, "window_size": sides,
@@ -191,6 +197,7 @@ def _by_tree(
         raise ValueError(
             f"prefix_tree is of {tree.batch} requests, the call of {call.problem.batch}"
         )
+    check_apart(("output", "prefix_tree"), call.arrays.out, tree.buffer)
     if not call.on_host:
         place(("q", "prefix_tree"), (call.arrays.q, tree.buffer), whole["stream"])
         if env.check():

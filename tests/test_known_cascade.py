@@ -255,3 +255,11 @@ def test_a_query_that_is_no_array_is_named(gpu, monkeypatch, wrong):
     for tree_or_not in (call, with_tree):
         with pytest.raises(TypeError, match="query"):
             tree_or_not(query=wrong)()
+
+
+def test_a_table_without_room_for_the_prefix_is_refused(gpu):
+    call(block_table=at(9, (BATCH, 2), np.int32))()
+    queued = len(gpu.launches)
+    with pytest.raises(ValueError, match="1 columns; common_prefix_len=32 takes 2 blocks"):
+        call(block_table=at(9, (BATCH, 1), np.int32))()
+    assert len(gpu.launches) == queued
