@@ -231,6 +231,17 @@ def _of_one_request(scale: Any) -> Any:
     return scale[:1] if hasattr(scale, "shape") and scale.ndim == 2 else scale
 
 
+def _check_lengths(prefix: dict[str, Any], tokens: int) -> None:
+    """Refuse lengths of the prefix that are not those of the call, which one launch goes by."""
+    asked = describe_call(**prefix).arrays
+    for name, given, right in (
+        ("cu_prefix_query_lens", asked.cu_seqlens_q, [0, tokens]),
+        ("prefix_kv_lens", asked.seqused_k, [prefix["max_seqlen_k"]]),
+    ):
+        if given.tolist() != right:
+            raise ValueError(f"{name}={given.tolist()}; in this call it must be {right}")
+
+
 def _two_levels(output: Any, prefix: dict[str, Any], suffix: dict[str, Any], stream: Any) -> None:
     """Both passes, given by their arguments, and their merge in ``output``.
 
@@ -240,6 +251,8 @@ def _two_levels(output: Any, prefix: dict[str, Any], suffix: dict[str, Any], str
     call = describe_call(**suffix)  # its errors come before anything is written
     if call.on_host or env.check():
         check_prefix_is_seen(call, prefix["max_seqlen_k"])
+    if call.on_host:
+        _check_lengths(prefix, int(call.arrays.cu_seqlens_q[-1]))
     query = prefix["q"]
     module, (tokens, heads) = array_module(query), query.shape[:2]
     with on_stream(query, stream, "the states of two levels"):

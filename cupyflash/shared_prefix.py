@@ -16,6 +16,7 @@ from .runtime.call import Call
 from .runtime.device import Device, device_for
 from .runtime.key_maps import tma_refusal
 from .runtime.launch import stream_handle
+from .runtime.placement import check_apart
 from .runtime.prefix_search import SEARCH_THREADS, Search
 from .runtime.problem import AttentionProblem
 from .runtime.rules.prefix import check_schedule_buffer, prefix_blocks
@@ -265,6 +266,8 @@ def attend_once(
             "prefix_scheduler_metadata was made for other calls: batch, queries, heads, head size, "
             "prefix or number of splits differ; use get_prefix_schedule with those of this call"
         )
+    if schedule is not None and call.arrays.out is not None:
+        check_apart(("out", "the schedule"), call.arrays.out, schedule.buffer)
     given = stream_handle(stream)
     queue = device.current_stream() if given is None else given
     made = None if schedule is None else schedule.buffer

@@ -7,7 +7,7 @@ import pytest
 from emulator import device_array, emulated
 from prefixes import SHARED, cascade, make_shared, schedule_of
 
-from cupyflash import SideStream, find_prefix_tree, get_prefix_schedule
+from cupyflash import SideStream, cascade_attention, find_prefix_tree, get_prefix_schedule
 from cupyflash.prefix_tree import PrefixTree, prefix_tree
 
 ALL = [([0, 1, 2, 3], 64)]
@@ -164,3 +164,48 @@ def test_a_tree_is_written_where_it_was():
     memory = device_array(12, np.int32)
     assert prefix_tree(ALL, BATCH, out=memory).buffer is memory
     np.testing.assert_array_equal(memory, GOOD)
+
+
+def test_results_lie_apart_from_trees_and_schedules():
+    inputs, tree = make_shared(SHARED, ALL)
+    out = inputs.placed["out"].view
+    shape, dtype, nbytes = out.shape, out.dtype, out.size * 2
+    with emulated("sm_90") as device:
+        memory = device_array(1 << 20, np.uint8)
+        made = schedule_of(inputs, tree, out=memory)
+        inside = memory[:48].view(np.int32)
+        queued = len(device.reports)
+        with pytest.raises(ValueError, match="overlaps the schedule"):
+            attend(inputs, memory[:nbytes].view(dtype).reshape(shape), tree, made)
+        inside[:] = GOOD
+        with pytest.raises(ValueError, match="output overlaps prefix_tree"):
+            attend(inputs, memory[:nbytes].view(dtype).reshape(shape), PrefixTree(4, 1, inside))
+        assert len(device.reports) == queued
+    np.testing.assert_array_equal(inside, GOOD)
+
+
+def attend(inputs, out, tree, made=None, max_query_len=1):
+    a = inputs.args
+    return cascade_attention(
+        out, a["q"], a["k"], a["v"], a["cu_seqlens_q"], max_query_len, None, None, a["seqused_k"],
+        200, None, None, None, None, a["block_table"], 0, 0, None, made, prefix_tree=tree,
+    )  # fmt: skip
+
+
+def test_a_bound_of_no_queries_is_planned():
+    """It was a division by zero."""
+    inputs, tree = make_shared(SHARED.replace(lengths=((0, 200),) * 4), ALL)
+    args, case = inputs.args, inputs.case
+    queries = np.zeros((3, case.num_heads_q, case.head_dim), args["q"].dtype)
+    inputs.args["q"] = queries
+    with emulated("sm_90", num_sms=2):
+        out = np.full_like(queries, 7)
+        attend(inputs, out, tree, max_query_len=0)
+        np.testing.assert_array_equal(out, np.full_like(queries, 7))
+        assert (
+            get_prefix_schedule(
+                BATCH, 3, 0, 200, 8, 2, 128, args["seqused_k"], "bf16", args["cu_seqlens_q"], 16,
+                prefix_tree=tree,
+            )
+            is None
+        )  # fmt: skip

@@ -93,7 +93,7 @@ def shared_refusal(problem: AttentionProblem, info: DeviceInfo, levels: int = 1)
         return "batch_invariant=True: what a request shares depends on the others"
     if problem.num_splits == 1:
         return "num_splits=1: shared and own keys are merged"
-    if not problem.batch or not problem.total_q:
+    if not problem.batch or not _tokens(problem):
         return "there are no queries"
     if problem.batch > MOST_SHARED_REQUESTS:
         return f"{problem.batch} requests; the schedule takes {MOST_SHARED_REQUESTS}"
