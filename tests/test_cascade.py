@@ -171,6 +171,8 @@ def test_schedules_of_both_passes_are_taken_and_checked():
         ({"logits_soft_cap": -1.0}, ValueError, "softcap=-1.0"),
         ({"fa_version": 3}, ValueError, "fa_version=3"),
         ({"cu_query_lens": None}, TypeError, "cu_seqlens_q"),
+        ({"prefix_kv_lens": np.array([16], np.int32)}, ValueError, r"=\[16\]; .* must be \[32\]"),
+        ({"cu_prefix_query_lens": np.array([0, 1], np.int32)}, ValueError, r"=\[0, 1\]; .* \[0, "),
     ],
 )
 def test_bad_cascades_are_refused(change, error, words):
