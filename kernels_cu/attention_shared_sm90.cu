@@ -6,7 +6,7 @@
 #include "core/attention_params.cuh"
 #include "core/decode_params.cuh"
 #include "core/shared_params.cuh"
-#include "mainloop/shared_schedule.cuh"
+#include "mainloop/shared_few.cuh"
 #include "mainloop/shared_own_sm90.cuh"
 #include "mainloop/shared_tile_sm90.cuh"
 #include "mainloop/shared_widen_sm90.cuh"
@@ -19,14 +19,19 @@ static_assert(SharedScheduleVariant::kSharedBytes == sizeof(SharedParams),
 
 namespace {
 constexpr int kThreads = 512, kMergers = 32 * kMergeWarps;
-constexpr int kFirstOfRows = 160;  // thread of those that write rows of the schedule
+// Threads that write rows of the schedule: of few rows those that have nothing else to do.
+constexpr int kFirstOfRows = 160;
+constexpr int kEndOfRows = SharedVariant::kParts && !SharedVariant::kWiden ? 256 : kThreads;
 
 using Places = SharedPlaces<SharedVariant>;
-using Scratch = ScheduleScratch<kThreads>;
+constexpr int kRequests = SharedVariant::kParts ? 32 : kThreads;
+using Scratch = ScheduleScratch<kRequests>;
 // In front of the rings of own keys and behind the first block of shared ones, which are filled
 // while rows of the schedule are written.
 constexpr int kScratch = (Places::kRings - sizeof(Scratch)) / 16 * 16;
 static_assert(kScratch >= Places::kLoads + Places::kLoadBytes, "");
+static_assert(!SharedVariant::kParts || kScratch >= Places::kRings - Places::kStageBytes,
+              "values of other stages are loaded meanwhile");
 
 // What the schedule is made of should be near when it is.
 __device__ __forceinline__ void fetch_lengths(const AttentionParams &p, const SharedParams &s) {
@@ -97,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
     mbarrier_init(base + S::kOpen, 1);
     mbarrier_init(base + S::kTilesDone, 256), mbarrier_init(base + S::kTilesOpen, 1);
     mbarrier_init(base + S::kNever, 1);
-    mbarrier_init(base + S::kRows, inside ? kThreads - kFirstOfRows : 1);
+    mbarrier_init(base + S::kRows, inside ? kEndOfRows - kFirstOfRows : 1);
     mbarrier_init_fence();
     if (!inside) mbarrier_arrive(base + S::kRows);
     for (int i = 0; i < kOwnWarps; ++i) store_release_shared(base + S::kProgress + 4 * i, 0);
@@ -115,31 +120,34 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1) KERNEL_NAME(
   if (inside) {
     starts = {reinterpret_cast<OwnStart *>(smem + S::kOwnStarts),
               reinterpret_cast<int4 *>(smem + S::kGroupStarts)};
-    SharedSchedule<kThreads> schedule(p, d, s, *reinterpret_cast<Scratch *>(smem + kScratch),
-                                      gridDim.x);
+    FewSchedule<kRequests> schedule(p, d, s, *reinterpret_cast<Scratch *>(smem + kScratch),
+                                    gridDim.x);
     // Made before the launch in front is over; once more if that has written other lengths. Where
     // there are few rows, launches are over at once in all CTAs, and a look costs more than it wins.
-    if (V::kParts) {
+    if constexpr (V::kParts) {
       wait_for_earlier_launches();
       let_later_launches_start();
-    }
+      schedule.make_few(blockIdx.x, starts);
+    } else {
 #pragma unroll 1
-    for (bool over = V::kParts;; over = true) {
-      const Lengths found(p, s, threadIdx.x);
-      schedule.make(found);
-      schedule.starts(blockIdx.x, starts);
-      if (over) break;
-      wait_for_earlier_launches();
-      let_later_launches_start();
-      if (!__syncthreads_or(found.changed(p, s, threadIdx.x))) break;
+      for (bool over = false;; over = true) {
+        const Lengths found(p, s, threadIdx.x);
+        schedule.make(found);
+        schedule.starts(blockIdx.x, starts);
+        if (over) break;
+        wait_for_earlier_launches();
+        let_later_launches_start();
+        if (!__syncthreads_or(found.changed(p, s, threadIdx.x))) break;
+      }
+      __syncthreads();
+      schedule.lists(blockIdx.x, starts);
+      fence_async_proxy();
+      __syncthreads();
     }
-    __syncthreads();
-    schedule.lists(blockIdx.x, starts);
-    fence_async_proxy();
-    __syncthreads();
-    if (threadIdx.x >= kFirstOfRows) {
+    if (threadIdx.x >= kFirstOfRows && threadIdx.x < kEndOfRows) {
+      if (V::kParts) schedule.look_up();
       schedule.rows(blockIdx.x, starts.groups[3], threadIdx.x - kFirstOfRows,
-                    kThreads - kFirstOfRows);
+                    kEndOfRows - kFirstOfRows);
       fence_async_proxy();
       mbarrier_arrive(base + S::kRows);
     }

@@ -34,6 +34,34 @@ def test_any_tree_is_attention(drawn, order, num_sms, most):
         check(*drawn, device, num_splits=most)
 
 
+@given(
+    drawn=shared_cases(most_requests=6), order=st.integers(0, 9), num_sms=st.sampled_from([24, 61]),
+    most=st.sampled_from([0, 0, 2, 5]),
+)  # fmt: skip
+def test_any_tree_of_few_rows(drawn, order, num_sms, most):
+    """Two warps of a CTA make its schedule."""
+    case, groups = drawn
+    most_tokens = max(q for q, _ in case.lengths)
+    rows = len(case.lengths) * most_tokens * case.group_size * case.num_heads_kv
+    with emulated("sm_90", num_sms=num_sms, seed=order) as device:
+        check(case, groups, device, num_splits=most)
+        assert through("_parts", device) == (rows <= 2 * num_sms and not case.alibi)
+
+
+@pytest.mark.parametrize("count", [31, 32, 33])
+def test_as_many_requests_as_a_warp_has_lanes(count):
+    case = SHARED.replace(
+        lengths=tuple((1, 131 + 3 * i) for i in range(count)), num_heads_kv=1, group_size=1
+    )
+    groups = [(range(count), 64), (range(0, count, 2), 112), (range(1, count, 2), 128)]
+    with emulated("sm_90", num_sms=17, seed=count) as device:
+        check(case, groups, device)
+        assert through("_parts", device) == (count <= 32)
+        inputs, tree = make_shared(case, groups)
+        cascade(inputs, tree, prefix_scheduler_metadata=schedule_of(inputs, tree))
+        assert through("_parts_ahead", device)
+
+
 @given(drawn=shared_cases(), num_sms=st.sampled_from([3, 1, 5, 16]))
 def test_any_tree_with_a_schedule_made_ahead(drawn, num_sms):
     case, groups = drawn

@@ -265,7 +265,7 @@ def _pack(
         most_tokens=plan.most_tokens,
         row_blocks=plan.row_blocks,
         ahead=int(counters is None),
-        near=int(not plan.tile.parts),
+        near=int(not (plan.tile if counters is None else plan.inside_tile).parts),
         ctas=plan.attend.grid[0],
         scale=1.0 if cap or problem.has_alibi else scale * _LOG2E,
         modify_scale=scale / cap if cap else scale * _LOG2E,

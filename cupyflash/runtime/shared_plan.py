@@ -39,6 +39,7 @@ _SEARCH = (4 * SEARCH_CTAS, 1, 1), (SEARCH_THREADS, 1, 1)  # clusters search ali
 _MOST_ROWS = 64  # of a request
 _BLOCK_ROWS = {64: 16, 128: 8}  # that read own keys together, by head size
 _FEW_ROWS = 2  # of a CTA
+_FEW_REQUESTS = 32  # a lane each
 _BOX = 16  # keys of a box of own keys
 _BLOCK = 64  # shared keys
 _MOST_BYTES = 1 << 29
@@ -54,7 +55,8 @@ class SharedPlan:
     schedule, search, attend, attend_after : Plan
         The schedule; the search that goes on to it; the attention that can make its own; the one
         that follows one.
-    tile : SharedTile
+    tile, inside_tile : SharedTile
+        After a schedule; where the attention makes its own.
     levels : int
     sizes : tuple of (str, int)
         Bytes of each array in the workspace by its name in ``SharedParams``, in order.
@@ -75,6 +77,7 @@ class SharedPlan:
     attend: Plan
     attend_after: Plan
     tile: SharedTile
+    inside_tile: SharedTile
     levels: int
     sizes: tuple[tuple[str, int], ...]
     tile_rows: int
@@ -173,13 +176,18 @@ def make_shared_plan(problem: AttentionProblem, info: DeviceInfo, levels: int = 
     rounded = tuple((name, -(-nbytes // 16) * 16) for name, nbytes in sizes)
     nbytes = sum(size for _, size in rounded)
     threads = _THREADS if batch <= _THREADS else MOST_SHARED_REQUESTS
-    attend = Plan(tile.variant, (ctas, 1, 1), (_THREADS, 1, 1), tile.smem_bytes, nbytes, True)
+    # With parts of rows it makes a schedule of a request a lane.
+    inside_tile = replace(tile, parts=tile.parts and batch <= _FEW_REQUESTS)
+    attend = Plan(
+        inside_tile.variant, (ctas, 1, 1), (_THREADS, 1, 1), tile.smem_bytes, nbytes, True
+    )
     return SharedPlan(
         Plan(schedule_shared_variant(), (ctas, 1, 1), (threads, 1, 1), SCRATCH_BYTES, 0, True),
         Plan(share_prefixes_variant(), *_SEARCH, SEARCHED_SCRATCH_BYTES, 0, True),
         attend,
         replace(attend, variant=_after_a_schedule(tile).variant),
         tile,
+        inside_tile,
         levels,
         rounded,
         tile_rows,

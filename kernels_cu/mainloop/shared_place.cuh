@@ -17,6 +17,17 @@ struct Lengths {
     read(p, s, place);
   }
 
+  // The same in one round of memory where requests stand in their own order.
+  struct AsTheyStand {};
+  __device__ __forceinline__ Lengths(const AttentionParams &p, const SharedParams &s, int place,
+                                     AsTheyStand) {
+    if (place >= p.batch) return;
+    const int found = request_of(p, s, place);
+    request = place;
+    read(p, s, place);
+    if (found != place) request = found, read(p, s, place);
+  }
+
   // Of the search, before it is in memory.
   template <int kMost>
   __device__ __forceinline__ Lengths(const AttentionParams &p, const SharedParams &s, int place,

@@ -13,6 +13,7 @@ struct ScheduleScratch {
   OwnRequest place[kMostRequests];
   i32 sums[2][2 * kMostLevels + 2][kMostWarps];
   Deal deals[2];  // of own keys, and shared ones
+  i32 count[2];   // of those that have some; of groups
   i32 own_line[kMostRequests + 1], group_line[kMostLevels * kMostRequests + 1];
   i32 key_end[kMostLevels][kMostRequests];
   i32 shared_begin[kMostRequests];  // of the group of level 0 that begins at a place
@@ -85,6 +86,7 @@ __device__ __forceinline__ int last_before(const i32 *line, int count, int targe
 // everything, but for rows(); there are at least as many as requests.
 template <int kMostRequests>
 class SharedSchedule {
+ protected:
   static constexpr int kLevels = kMostLevels, kBare = 1 << 16;
 
  public:
@@ -221,7 +223,7 @@ class SharedSchedule {
         put_group(at, s.groups + 2 * (at + cta));
       }
     }
-    if (i < p.batch) tokens(i, span, cta * row_tokens());
+    if (i < p.batch) tokens(x.place[i], i, span, cta * row_tokens());
   }
 
   // How the results of a row come together, of every row that CTA `cta` merges; by `threads`.
@@ -261,7 +263,7 @@ class SharedSchedule {
     const int last = threads - 1 - thread, rows = row_count();
     const KeyRange all = {0, 0x7fffffff};
 #pragma unroll 1
-    for (int i = last; i < p.batch; i += threads) tokens(i, all, 0);
+    for (int i = last; i < p.batch; i += threads) tokens(x.place[i], i, all, 0);
 #pragma unroll 1
     for (int i = last; i < owners; i += threads) s.own[i] = x.place[x.own_place[i]];
 #pragma unroll 1
@@ -276,7 +278,7 @@ class SharedSchedule {
     if (thread < 2) s.arrivals[thread] = 0;
   }
 
- private:
+ protected:
   const AttentionParams &p;
   const DecodeParams &d;
   const SharedParams &s;
@@ -334,8 +336,8 @@ class SharedSchedule {
   }
 
   // Of a place, what is in a span.
-  __device__ __forceinline__ void tokens(int place, KeyRange span, int ahead) const {
-    const OwnRequest of = x.place[place];
+  __device__ __forceinline__ void tokens(const OwnRequest of, int place, KeyRange span,
+                                         int ahead) const {
 #pragma unroll 1
     for (int l = of.first_level(); l < of.levels(); ++l) {
       const int leader = x.leader[l][place], at = x.group_at[l][leader];

@@ -63,7 +63,9 @@ struct SharedLoads {
                     kEvictNormal);
         }
         if constexpr (V::kInside) {
-          mbarrier_wait(base + S::kRows, 0);  // the schedule is made in the memory of values
+          if (!V::kParts || V::kWiden || stage == kStages - 1) {  // of few requests, of the last
+            mbarrier_wait(base + S::kRows, 0);  // the schedule is made in the memory of values
+          }
         }
         mbarrier_wait(base + S::kLoadedValueEmpty + 8 * stage, phase ^ 1);
         if (lane == 0) {

@@ -29,6 +29,8 @@ _WINDOW = SHARED.replace(lengths=((1, 300), (2, 280), (1, 330), (1, 290)), windo
 _ROWS = SHARED.replace(lengths=((5, 300), (2, 280)))  # more than read own keys together
 _ALIBI = _FULL.replace(lengths=((1, 270),) * 20, alibi="head")  # shared keys are near
 _SHORT = SHARED.replace(lengths=((0, 0), (4, 60), (1, 200), (1, 100)), group_size=1)
+_FEW = _UNEVEN.replace(lengths=((1, 330), (1, 467), (1, 301), (2, 390)))  # a schedule of two warps
+_FAR = _FEW.replace(lengths=((1, 1800), (1, 1900)))  # more blocks a CTA than stages
 LATE_CASES = {"full": _FULL, "pair": _PAIR, "uneven": _UNEVEN, "window": _WINDOW}
 
 
@@ -114,6 +116,14 @@ PLANTED_SHARED = [
     PlantedShared("shared: neighbours write the same request", KERNEL, r"s\.own\[at \+ cta\]", "s.own[at]", _FULL),
     PlantedShared("shared: keys that a window hides", KERNEL, r"Place::shared_from\(mine\.all_seen\)", "mine.all_seen & -kShareKeys", _WINDOW),
     PlantedShared("shared: keys between a window and the shared ones", KERNEL, r"begin - first_seen \+ size - 1", "begin - first_seen", _WINDOW),
+    PlantedShared("few: nothing", KERNEL, "", "", _FEW, num_sms=16),
+    PlantedShared("few: nothing, some leave", KERNEL, "", "", _SHORT, keys=64, num_sms=16),
+    PlantedShared("few: the schedule is read before it is there", KERNEL, r"(deal_shared\(of, mine, cta, to\);\s*\}\s*fence_async_proxy\(\);\s*\})\s*__syncthreads\(\);", r"\1", _FEW, num_sms=16),
+    PlantedShared("few: values arrive where the schedule is made", KERNEL, r"stage == kStages - 1", "false", _FAR, keys=1792, num_sms=4),
+    PlantedShared("few: a warp starts at the next request", KERNEL, r"__popc\(begun\) - 1", "min(__popc(begun), owners - 1)", _FEW, num_sms=16),
+    PlantedShared("few: keys that a window hides", KERNEL, r"(begins\[leader\], )Place::shared_from\(mine\.all_seen\)", r"\1mine.all_seen & -kShareKeys", _WINDOW, num_sms=32),
+    PlantedShared("few: the table row of one that left", KERNEL, r"x\.tokens_before\[l\]\[first\] == before\[l\]", "i == first", _SHORT, keys=64, num_sms=16),
+    PlantedShared("few: the first of two groups has the line of both", KERNEL, r"total \+ upto - work", "total + upto", _FEW, num_sms=16),
     PlantedShared("shared: ALiBi of the first block for all", KERNEL, r"distance\[h\] \+ n \* kShareKeys", "distance[h]", _ALIBI),
     PlantedShared("shared: queries of the first row block", KERNEL, r"row = block \* d\.row_block;", "row = 0;", _ROWS),
     PlantedShared("shared: partial results of one part of a row", KERNEL, r"min\(4 \* k \+ group, last\)", "min(4 * k, last)", _PAIR, num_sms=4),
