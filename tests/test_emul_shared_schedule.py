@@ -1,4 +1,4 @@
-"""Schedules of shared prefixes that are made ahead: shared, waited for, refused; on the emulator."""
+"""Schedules of shared prefixes that are made ahead, on the emulator: how calls take them."""
 
 from __future__ import annotations
 
