@@ -19,7 +19,7 @@ from .runtime.rules.prefix import prefix_blocks
 from .runtime.rules.score import window
 from .runtime.shared_launch import Sharing
 from .shared_prefix import PrefixSchedule, attend_once, sharing_of_tree
-from .values import check_prefix_is_seen, check_values
+from .values import check_prefix_is_seen, check_shared_blocks, check_values
 
 __all__ = ["CascadeArrays", "CascadeOptions", "attend"]
 
@@ -197,11 +197,14 @@ def _by_tree(
         raise ValueError(
             f"prefix_tree is of {tree.batch} requests, the call of {call.problem.batch}"
         )
+    if call.on_host:
+        check_shared_blocks(tree.nodes, call.problem.page_size)
     check_apart(("output", "prefix_tree"), call.arrays.out, tree.buffer)
     if not call.on_host:
         place(("q", "prefix_tree"), (call.arrays.q, tree.buffer), whole["stream"])
         if env.check():
             check_values(call)
+            check_shared_blocks(tree.nodes, call.problem.page_size)
         version, stream = whole["fa_version"], whole["stream"]
         if not attend_once(call, sharing_of_tree(tree), version, stream, schedule):
             return True

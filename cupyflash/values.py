@@ -17,7 +17,30 @@ from .runtime.arrays import AttentionArrays
 from .runtime.call import Call
 from .runtime.problem import AttentionProblem
 
-__all__ = ["check_bounds", "check_prefix_is_seen", "check_slot_values", "check_values"]
+__all__ = [
+    "check_bounds",
+    "check_prefix_is_seen",
+    "check_shared_blocks",
+    "check_slot_values",
+    "check_values",
+]
+
+
+def check_shared_blocks(nodes: Any, block_size: int | None) -> None:
+    """Refuse groups of a tree that share a part of a block; kernels go by whole ones.
+
+    Raises
+    ------
+    ValueError
+    """
+    found = _read(nodes)
+    ends = found[..., 1][found[..., 0] != 0]
+    parts = ends[ends % block_size != 0] if block_size else ends[:0]
+    if parts.size:
+        raise ValueError(
+            f"prefix_tree: a group shares {parts[0]} tokens, no multiple of the block size "
+            f"{block_size}; the nearest is {parts[0] // block_size * block_size}"
+        )
 
 
 def check_values(call: Call) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from emulator import device_array, emulated
@@ -188,7 +190,7 @@ def attend(inputs, out, tree, made=None, max_query_len=1):
     a = inputs.args
     return cascade_attention(
         out, a["q"], a["k"], a["v"], a["cu_seqlens_q"], max_query_len, None, None, a["seqused_k"],
-        200, None, None, None, None, a["block_table"], 0, 0, None, made, prefix_tree=tree,
+        201, None, None, None, None, a["block_table"], 0, 0, None, made, prefix_tree=tree,
     )  # fmt: skip
 
 
@@ -209,3 +211,13 @@ def test_a_bound_of_no_queries_is_planned():
             )
             is None
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_group_that_shares_a_part_of_a_block(on_device, monkeypatch):
+    """The kernel goes by whole pages: results were wrong."""
+    inputs, tree = make_shared(SHARED, [([0, 1], 64), ([2, 3], 24)])
+    monkeypatch.setenv("CUPYFLASH_CHECK", "1")
+    place = emulated("sm_90") if on_device else nullcontext()
+    with place, pytest.raises(ValueError, match=r"24 tokens.*nearest is 16"):
+        attend(inputs, inputs.placed["out"].view, tree)
