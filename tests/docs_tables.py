@@ -13,12 +13,12 @@ from statistics import geometric_mean
 from typing import Any
 
 from cupyflash.bench.record import cells, columns
-from cupyflash.runtime.variants import all_variants
+from cupyflash.runtime.variants import every_variant
 from cupyflash.support import SUPPORT, Row
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RUNS = ("2026-11-30-h200-a237cb3e",)
+RUNS = ("2026-11-30-h200-a237cb3e", "2026-12-01-h200-12b5840d")
 """Of docs/results/, each with a page and a benchmark; of a case the last that has it counts."""
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
@@ -71,7 +71,7 @@ def _sizes(row: Row, step: int) -> str:
 
 def variants() -> str:
     """Kernels of each source and architecture."""
-    counts = {arch: Counter(v.source for v in all_variants(arch)) for arch in ARCHS}
+    counts = {arch: Counter(v.source for v in every_variant(arch)) for arch in ARCHS}
     sources = sorted(set().union(*counts.values()))
     rows = [[f"`{s}`", *(str(counts[a][s] or "-") for a in ARCHS)] for s in sources]
     rows.append(["all", *(str(sum(counts[a].values())) for a in ARCHS)])

@@ -17,7 +17,7 @@ from conftest import Path as Where
 import cupyflash
 from cupyflash.cli import main
 from cupyflash.cli.kernel_description import DESCRIPTIONS, described
-from cupyflash.runtime.variants import all_variants
+from cupyflash.runtime.variants import every_variant
 from cupyflash.testing import expect_merge, write_oracle
 
 ROOT = Path(__file__).parents[1]
@@ -85,7 +85,7 @@ def test_what_cannot_be_is_said(options, words, capsys):
 
 
 def test_every_kernel_is_described():
-    variants = all_variants("sm_90")
+    variants = every_variant("sm_90")
     assert set(DESCRIPTIONS) < {v.source for v in variants}
     for variant in variants:
         found = described(variant, "file")

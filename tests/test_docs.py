@@ -14,8 +14,6 @@ from hypothesis import settings
 
 import cupyflash
 from cupyflash.cli import main
-from cupyflash.runtime.prefill_tile import prefill_fp8_cache_variants
-from cupyflash.runtime.shared_tile import shared_fp8_variants
 from cupyflash.testing import Case
 
 ROOT = Path(__file__).parents[1]
@@ -50,14 +48,6 @@ def sources():
 def test_sources_that_a_page_names_by_the_end_of_their_path_exist(page):
     for name in re.findall(r"`([\w./]+\.(?:cuh|cu|py|cpp))`", page.read_text()):
         assert any(path.endswith(f"/{name}") for path in sources()), name
-
-
-def test_kernels_that_are_not_compiled_ahead_are_counted():
-    shared, widening = len(list(shared_fp8_variants())), len(list(prefill_fp8_cache_variants()))
-    support = " ".join((ROOT / "docs/support.md").read_text().split())
-    assert f"but for the {shared} of `attention_shared_sm90.cu`" in support
-    assert f"the {widening} of `attention_fwd_sm90_widen.cu`" in support
-    assert f"variants of their own ({shared})" in (ROOT / "docs/shared_prefix.md").read_text()
 
 
 def code_of(page):

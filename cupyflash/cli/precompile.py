@@ -17,7 +17,7 @@ from cupyflash.runtime.cubin_cache import cubin_cache
 from cupyflash.runtime.kernel_source import kernel_root
 from cupyflash.runtime.nvrtc import compiler
 from cupyflash.runtime.variant import Variant
-from cupyflash.runtime.variants import all_variants
+from cupyflash.runtime.variants import every_variant
 
 from .compile_many import JOBS, each_variant
 from .kernel_description import C_FUNCTIONS, DESCRIPTIONS, described, launch_of, struct_of
@@ -87,7 +87,7 @@ def _variants(arch: str, only: str) -> list[Variant]:
     parts = [part for part in only.split(",") if part]
     return [
         variant
-        for variant in all_variants(arch)
+        for variant in every_variant(arch)
         if not parts or any(part in variant.symbol for part in parts)
     ]
 

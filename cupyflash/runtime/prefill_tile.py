@@ -157,9 +157,7 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
 
 
 def prefill_fp8_cache_variants() -> Iterator[Variant]:
-    """Those of 16-bit queries over 8-bit caches: compiled when they are first needed, or by a
-    warm-up.
-    """
+    """Those of 16-bit queries over 8-bit caches."""
     yield from widen_variants(PREFILL_PARAMS.nbytes)
 
 

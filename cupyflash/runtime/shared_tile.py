@@ -175,7 +175,7 @@ def shared_variants(arch: str) -> Iterator[Variant]:
 
 
 def shared_fp8_variants() -> Iterator[Variant]:
-    """Those of 8-bit caches: compiled when they are first needed, or by a warm-up."""
+    """Those of 8-bit caches."""
     for cache in (E4M3, E5M2):
         yield from _variants(FP16, cache)
 
@@ -203,10 +203,7 @@ def schedule_shared_variant() -> Variant:
 
 
 def share_prefixes_variant() -> Variant:
-    """The kernel that compares block tables, and makes the schedule of what it finds.
-
-    It is compiled by a warm-up or at its first use.
-    """
+    """The kernel that compares block tables, and makes the schedule of what it finds."""
     return Variant(
         "share_prefixes.cu",
         "share_prefixes",
