@@ -43,7 +43,7 @@ _FEW_REQUESTS = 32  # a lane each
 _BOX = 16  # keys of a box of own keys
 _BLOCK = 64  # shared keys
 _MOST_BYTES = 1 << 29
-_MOST_PARTIAL_ROWS = 1 << 31
+_MOST_TILES = 1 << 31  # of own keys, which lie on a line of 32-bit numbers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -127,6 +127,10 @@ def _size_refusal(problem: AttentionProblem, info: DeviceInfo, levels: int) -> s
     plan = make_shared_plan(problem, info, levels)
     if plan.attend.workspace_bytes > _MOST_BYTES:
         return f"{plan.attend.workspace_bytes} bytes of partial results"
+    each = problem.max_seqlen_k // plan.tile.keys + 2
+    tiles = problem.batch * problem.num_heads_kv * plan.row_blocks * each
+    if tiles >= _MOST_TILES:
+        return f"up to {tiles} tiles of own keys; they are counted to {_MOST_TILES - 1}"
     return ""
 
 
