@@ -62,16 +62,16 @@ def test_a_reader_that_leaves_is_no_error(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_an_interrupt_is_no_traceback(tmp_path):
-    """Of a whole process group, as a terminal sends it: workers that compile say nothing."""
-    pytest.importorskip("cupy")
+def interrupted(folder, handler, *options):
+    """How compiling in two processes ends when its group is interrupted, as by a terminal."""
     command = [sys.executable, "-m", "cupyflash", "precompile", "--arch", "sm_80", "--jobs", "2"]
-    env = {**os.environ, "CUPYFLASH_CACHE_DIR": str(tmp_path)}
+    env = {**os.environ, "CUPYFLASH_CACHE_DIR": str(folder)}
     with subprocess.Popen(
-        command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
-    ) as process:
+        [*command, *options], cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True,
+        start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, handler),
+    ) as process:  # fmt: skip
         try:
-            while not list(tmp_path.glob("*.lock")):  # one that compiles
+            while not list(folder.glob("*.lock")):  # one that compiles
                 assert process.poll() is None
                 time.sleep(0.05)
             time.sleep(1)  # and the other has started
@@ -80,7 +80,19 @@ def test_an_interrupt_is_no_traceback(tmp_path):
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
-    assert (process.returncode, errors) == (130, "cupyflash: interrupted\n")
+    return process.returncode, errors
+
+
+def test_an_interrupt_is_no_traceback(tmp_path):
+    pytest.importorskip("cupy")
+    assert interrupted(tmp_path, signal.SIG_DFL) == (130, "cupyflash: interrupted\n")
+
+
+def test_an_interrupt_that_is_ignored_ends_no_worker(tmp_path):
+    """A shell's jobs in the background, and what runs behind nohup, ignore it."""
+    pytest.importorskip("cupy")
+    few = "attention_fwd_sm80_bf16_bf16_d64"
+    assert interrupted(tmp_path, signal.SIG_IGN, "--only", few) == (0, "")
 
 
 def test_a_terminal_without_the_letter_gets_another():

@@ -32,9 +32,10 @@ def each_variant(
     if jobs < 2 or len(variants) < _FEW:
         return list(progress(map(work, variants), len(variants), "compile"))
     context = multiprocessing.get_context("spawn")  # a fork would take CUDA's state along
-    pool = ProcessPoolExecutor(
-        min(jobs, len(variants)), context, signal.signal, (signal.SIGINT, signal.SIG_DFL)
-    )  # an interrupt ends them without a word
+    # An interrupt ends them without a word, unless this process goes on (as one behind nohup does).
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    on_interrupt = signal.SIGINT, signal.SIG_IGN if ignored else signal.SIG_DFL
+    pool = ProcessPoolExecutor(min(jobs, len(variants)), context, signal.signal, on_interrupt)
     queued = [pool.submit(work, variant) for variant in variants]
     results = (future.result() for future in queued)
     try:
