@@ -110,6 +110,13 @@ def as_shaped(value: Any, name: str, ndim: int, stream: Any = None) -> Any:
     return array
 
 
+def address_of(array: Any) -> int:
+    """Of the first element of an array of NumPy's or CuPy's."""
+    if isinstance(array, np.ndarray):
+        return int(array.__array_interface__["data"][0])
+    return int(array.data.ptr)
+
+
 def array_module(array: Any) -> Any:
     """``numpy`` or ``cupy``, whichever the array is of."""
     if isinstance(array, np.ndarray):

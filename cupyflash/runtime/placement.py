@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
-from .arrays import AttentionArrays
+from .arrays import AttentionArrays, address_of
 from .call import Call
 from .device import Device
 from .layout import Layout
@@ -37,7 +35,7 @@ def check_placement(call: Call, device: Device | None = None) -> None:
     layout = call.layout
     reach: _Reach = layout.kept.get(_Reach) or layout.keep(_Reach, lambda: _Reach(layout))
     given = (*call.arrays, *call.descales)
-    pointer = _address if device is None else device.pointer
+    pointer = address_of if device is None else device.pointer
     starts = {i: pointer(given[i]) for i in reach.there}
     if device is not None:
         reach.check_aligned(starts)
@@ -52,14 +50,10 @@ def check_apart(names: tuple[str, str], one: Any, other: Any) -> None:
     ------
     ValueError
     """
-    starts = [_address(a) if isinstance(a, np.ndarray) else a.data.ptr for a in (one, other)]
+    starts = [address_of(a) for a in (one, other)]
     prints = [footprint((a.shape, a.dtype, a.strides)) for a in (one, other)]
     if share_memory(starts[0], prints[0], starts[1], prints[1]):
         raise ValueError(f"{names[0]} overlaps {names[1]}: results need memory of their own")
-
-
-def _address(array: Any) -> int:
-    return int(array.__array_interface__["data"][0])
 
 
 class _Reach:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from cupyflash.runtime.arrays import address_of
 from cupyflash.runtime.shared_tile import MOST_LEVELS
 
 from .numbers import non_negative
@@ -28,7 +29,7 @@ def check_tree(batch: Any, levels: Any, buffer: Any) -> None:
             f"buffer is {buffer.dtype} {buffer.shape} with strides {buffer.strides}; "
             f"this tree takes int32 ({size},), contiguous: {batch} requests, levels={levels}"
         )
-    if _address(buffer) % 8:
+    if address_of(buffer) % 8:
         raise ValueError("buffer of a tree must start at a multiple of 8 bytes")
 
 
@@ -46,7 +47,7 @@ def check_schedule_buffer(buffer: Any, nbytes: int) -> None:
         )
     if buffer.nbytes < nbytes:
         raise ValueError(f"out holds {buffer.nbytes} bytes; this schedule needs {nbytes}")
-    if _address(buffer) % 16:
+    if address_of(buffer) % 16:
         raise ValueError("out must start at a multiple of 16 bytes")
 
 
@@ -68,11 +69,6 @@ def prefix_blocks(common_prefix_len: Any, block_size: int, max_kv_len: Any) -> i
     if non_negative("max_kv_len", max_kv_len) < length:
         raise ValueError(f"max_kv_len={max_kv_len} must hold the prefix, at least {length}")
     return length // block_size
-
-
-def _address(array: Any) -> int:
-    host = isinstance(array, np.ndarray)
-    return int(array.__array_interface__["data"][0] if host else array.data.ptr)
 
 
 def _contiguous(array: Any) -> bool:
