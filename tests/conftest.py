@@ -156,3 +156,22 @@ def hopper_gpu() -> None:
 
     if not is_fa_version_supported(3):
         pytest.skip("version 3 needs compute capability 9.0")
+
+
+@pytest.fixture
+def again(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One entry for each call that was queued as an earlier one was; nothing is known at first."""
+    from stand_in import forget
+
+    from cupyflash.runtime.recording import Recording
+
+    count: list[int] = []
+    queue = Recording.queue
+
+    def counted(self: Recording) -> bool:
+        count.append(1)
+        return queue(self)
+
+    monkeypatch.setattr(Recording, "queue", counted)
+    forget()
+    return count

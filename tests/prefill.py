@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import strategies as st
 from repeats import bits
 
@@ -76,6 +77,15 @@ def widen_cases(draw, most_requests=3, **fixed):
         kv_type=draw(st.sampled_from(["e4m3", "e4m3", "e5m2"])),
         descale=draw(st.booleans()),
     )
+
+
+def check_nan_key(inputs, byte):
+    """Key 100 of one causal request of 150 is NaN: so are the rows that see it, and no others."""
+    inputs.placed["k"].view[100] = byte
+    out, lse = inputs.call(flash_attn_varlen_func)
+    assert np.isnan(out[100:150].astype(np.float32)).all()
+    assert np.isnan(lse[:, 100:150]).all()
+    assert not np.isnan(out[:100].astype(np.float32)).any()
 
 
 def check_many_repeats(count, **types):

@@ -10,20 +10,9 @@ from test_gpu_replay import REPLAYED, need
 
 from cupyflash import kept_launches
 from cupyflash.attention import flash_attn_varlen_func
-from cupyflash.runtime import recording
 from cupyflash.runtime.workspace import free_workspaces
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def again(monkeypatch):
-    """Names of the calls that were queued again."""
-    count = []
-    queue = recording.Recording.queue
-    monkeypatch.setattr(recording.Recording, "queue", lambda self: count.append(1) or queue(self))
-    forget()
-    return count
 
 
 def placed(cupy, name):

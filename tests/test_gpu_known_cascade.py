@@ -5,26 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from prefixes import SHARED, make_shared, schedule_of
-from stand_in import forget
 
 from cupyflash import cascade_attention
 from cupyflash.prefix_tree import prefix_tree
-from cupyflash.runtime import recording
 from cupyflash.runtime.workspace import free_workspaces
 from cupyflash.testing import expect_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("hopper_gpu")]
 BATCH = 8
-
-
-@pytest.fixture
-def again(monkeypatch):
-    """A list of as many as were queued again."""
-    count = []
-    queue = recording.Recording.queue
-    monkeypatch.setattr(recording.Recording, "queue", lambda self: count.append(1) or queue(self))
-    forget()
-    return count
 
 
 @pytest.mark.parametrize("ahead", [False, True])
