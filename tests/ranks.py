@@ -12,6 +12,7 @@ from cupyflash import reshape_and_cache_flash
 from cupyflash.distributed import Sharding, context_parallel_attention
 from cupyflash.distributed.heads import gather_heads
 from cupyflash.testing import DTYPES, POISON_INDEX, expect_attention, merge_baseline, round_to
+from cupyflash.testing.rounding import half_ulp
 
 SCALE = 0.2
 LITERAL = ((1, 40), (3, 0), (0, 17), (1, 1), (7, 100), (1, 0))
@@ -163,6 +164,7 @@ class Step:
             q[:rows], k, v, cu_seqlens_k=starts(lens), causal=case.causal, s_aux=sinks, **shared
         )
         parts, sharding = [], case.sharding(self.size)
+        shared["out_dtype"] = "fp32"  # what rounding states costs is the floor
         for other in range(self.size):
             kept = [np.flatnonzero(sharding.owner(np.arange(n)) == other) for n in self.context]
             part = [
@@ -179,13 +181,31 @@ class Step:
             )
         )  # fmt: skip
         low = [(part.out_baseline, part.lse_baseline) for part in parts]
-        dtype = DTYPES[case.dtype]
-        if (
-            self.size > 2 or case.combine == "ag_rs"
-        ):  # the context is rounded before new tokens join
-            low = [merge_baseline(*low[:-1], out_dtype=dtype), low[-1]]
-        merged = merge_baseline(*low, out_dtype=dtype)[0]
-        return replace(whole, out_baseline=merged)
+        merged = merge_baseline(*low, out_dtype=np.float32)[0]
+        floor = whole.out_floor + self.rounding(rank, parts, whole)
+        return replace(whole, out_baseline=merged, out_floor=floor)
+
+    def rounding(self, rank: int, parts: list[Any], whole: Any) -> float:
+        """What states in the type of the queries, not in float32, cost an element at most.
+
+        Those that are merged before the last merge become one, which is rounded as well: of two
+        ranks this one's part of the context and the new tokens, else all parts of the context.
+        """
+        dtype = DTYPES[self.case.dtype]
+
+        def lost(values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+            return weights * half_ulp(np.abs(values), dtype)
+
+        total = np.where(np.isinf(whole.lse), 0, whole.lse)  # with the sink
+        weights = [np.exp(part.lse - total).T[..., None] for part in parts]
+        most = sum(lost(part.out, own) for part, own in zip(parts, weights, strict=True))
+        if self.size > 1:
+            whole_context = self.size > 2 or self.case.combine == "ag_rs"
+            first = range(self.size) if whole_context else (rank, self.size)
+            share = sum(weights[i] for i in first)
+            joined = sum(weights[i] * parts[i].out for i in first)
+            most = most + lost(joined / np.where(share == 0, 1, share), share)
+        return float(most.max(initial=0.0))
 
 
 def run_step(group: Any, case: Case) -> tuple[np.ndarray, np.ndarray]:

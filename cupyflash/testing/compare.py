@@ -72,7 +72,7 @@ def assert_within(
     with np.errstate(invalid="ignore"):
         error = np.where(finite, np.abs(values - right), 0.0)
         budget = np.where(finite & np.isfinite(low), np.abs(low - right), 0.0).max()
-    ulp = half_ulp(float(np.abs(right[finite]).max()), kind)
+    ulp = float(half_ulp(np.abs(right[finite]).max(), kind))
     bound = factor * budget + ulp + floor
     if error.max() <= bound:
         return

@@ -35,9 +35,8 @@ def saturate(values: Any, dtype: Any) -> NDArray[Any]:
     return np.where(np.isnan(values), np.uint8(0x7F), stored.view(np.uint8)).view(dtype)
 
 
-def half_ulp(magnitude: float, dtype: Any) -> float:
-    """Half the distance of neighbouring numbers of ``dtype`` at this magnitude."""
+def half_ulp(magnitude: Any, dtype: Any) -> Any:
+    """Half the distance of neighbouring numbers of ``dtype`` at a magnitude, or at each of many."""
     info = ml_dtypes.finfo(dtype)
-    smallest = float(info.smallest_normal)
-    exponent = np.floor(np.log2(max(float(magnitude), smallest)))
-    return float(2.0 ** (exponent - info.nmant - 1))
+    exponent = np.floor(np.log2(np.maximum(magnitude, float(info.smallest_normal))))
+    return 2.0 ** (exponent - info.nmant - 1)
