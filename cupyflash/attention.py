@@ -17,6 +17,7 @@ from .runtime.call import Call, prepare, refuse_options
 from .runtime.foreign_views import FOREIGN, gpu_views
 from .runtime.nvtx import call_range
 from .runtime.placement import check_placement
+from .runtime.rules.score import sides
 from .runtime.rules.share import share_of, with_share
 from .scheduler_metadata import check_metadata
 from .values import check_bounds, check_values
@@ -181,7 +182,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
     options = (
         max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-        None if window_size is None else tuple(window_size), softcap, fp8_dtype, q_fp8_dtype,
+        None if window_size is None else sides(window_size), softcap, fp8_dtype, q_fp8_dtype,
         return_softmax_lse, num_splits, batch_invariant, fa_version,
     )  # fmt: skip
     found = None
@@ -256,10 +257,9 @@ def _on_cpu(call: Call, fa_version: int | None, stream: Any, totals: Any = None)
     check_placement(call)
     out, lse = arrays.out, arrays.lse
     if out is None:
-        shape = (problem.total_q, problem.num_heads_q, problem.head_dim_v)
-        out = np.empty(shape, problem.out_type.numpy)
+        out = np.empty(call.layout.out_shape, problem.out_type.numpy)
     if lse is None and problem.wants_lse:
-        lse = np.empty((problem.num_heads_q, problem.total_q), np.float32)
+        lse = np.empty(call.layout.lse_shape, np.float32)
     cpu.attention(
         problem, arrays.q, arrays.k, arrays.v,
         cu_seqlens_q=arrays.cu_seqlens_q, cu_seqlens_k=arrays.cu_seqlens_k,

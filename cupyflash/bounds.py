@@ -77,7 +77,7 @@ class AttentionBounds:
             token_bound(name, getattr(self, name))
         check_heads(self.num_heads_q, self.num_heads_kv, self.num_heads_kv, [], [])
         check_head_dims(self.headdim, self.headdim, self._head_dim_v, self.q_v)
-        window(tuple(self.window_size), self.causal)
+        window(self.window_size, self.causal)
         if self.page_size is not None and non_negative("page_size", self.page_size) < 1:
             raise ValueError("page_size=0 must be at least 1, or None for packed keys")
 
@@ -89,7 +89,7 @@ class AttentionBounds:
         """The largest problem within the bounds."""
         q_type = parse_scalar_type(self.dtype)
         kv_type = q_type if self.kv_dtype is None else parse_scalar_type(self.kv_dtype, "kv_dtype")
-        left, right = window(tuple(self.window_size), self.causal)
+        left, right = window(self.window_size, self.causal)
         tokens = self.batch_size * self.max_seqlen_q if self.total_q is None else self.total_q
         return AttentionProblem(
             batch=self.batch_size,

@@ -8,6 +8,7 @@ from .cascade_passes import CascadeArrays, CascadeOptions, attend
 from .known_cascade import find_known
 from .prefix_tree import PrefixTree
 from .runtime.foreign_views import FOREIGN, gpu_views
+from .runtime.rules.score import sides
 from .shared_prefix import PrefixSchedule
 
 __all__ = ["cascade_attention"]
@@ -125,8 +126,7 @@ def cascade_attention(
         alibi_slopes, s_aux, q_descale, k_descale, v_descale,
     )  # fmt: skip
     options = CascadeOptions(
-        max_query_len, max_kv_len, softmax_scale,
-        None if sliding_window is None else tuple(sliding_window), logits_soft_cap,
+        max_query_len, max_kv_len, softmax_scale, sides(sliding_window), logits_soft_cap,
         common_prefix_len, max_num_splits, fa_version, fp8_dtype, q_fp8_dtype,
     )  # fmt: skip
     passes = prefix_scheduler_metadata, suffix_scheduler_metadata

@@ -192,9 +192,7 @@ def _bounds(
     check_head_dims(headdim, headdim, head_dim_v, is_latent(head_dim_v))
     if page_size is not None and non_negative("page_size", page_size) < 1:
         raise ValueError("page_size=0 must be at least 1, or None for packed keys")
-    left, right = window(
-        None if window_size is None else tuple(window_size), flag("causal", causal)
-    )
+    left, right = window(window_size, flag("causal", causal))
     return ScheduleBounds(
         non_negative("batch_size", batch_size),
         token_bound("max_seqlen_q", max_seqlen_q),

@@ -61,6 +61,7 @@ ATTENTION = [
     ("num_splits", True, TypeError, "num_splits is bool"),
     ("causal", np.ones(2, np.int32), TypeError, "causal is ndarray; .* for all requests"),
     ("window_size", (-1, -3), ValueError, r"window_size=\(-1, -3\).* nearest is \(-1, -1\)"),
+    ("window_size", 4, ValueError, "window_size=4 must be two integers"),
     ("window_size", (4,), ValueError, "two integers"),
     ("window_size", (1.5, 0), ValueError, "two integers"),
     ("softcap", -2.0, ValueError, "softcap=-2.0 must be positive, or 0"),

@@ -168,6 +168,7 @@ def test_schedules_of_both_passes_are_taken_and_checked():
         ({"max_kv_len": 31}, ValueError, "max_kv_len=31 must hold the prefix, at least 32"),
         ({"max_num_splits": -1}, ValueError, "num_splits=-1"),
         ({"sliding_window": (-2, 0)}, ValueError, "window_size"),
+        ({"sliding_window": 5}, ValueError, "window_size=5 must be two integers"),
         ({"logits_soft_cap": -1.0}, ValueError, "softcap=-1.0"),
         ({"fa_version": 3}, ValueError, "fa_version=3"),
         ({"cu_query_lens": None}, TypeError, "cu_seqlens_q"),

@@ -84,6 +84,7 @@ def test_scales_are_those_of_each_call(device):
         ({"softcap": float("nan")}, "softcap=nan"),
         ({"softmax_scale": float("inf")}, "softmax_scale=inf"),
         ({"window_size": (-1.0, -1)}, "two integers"),
+        ({"window_size": 3}, "two integers"),
         ({"num_splits": True}, "num_splits is bool"),
         ({"fp8_dtype": ["e4m3"]}, "fp8_dtype is list"),
         ({"seqused_k": [3, 4]}, "seqused_k is list"),

@@ -12,7 +12,7 @@ from .gpu_key import gpu_key
 from .layout import Layout
 from .problem import AttentionProblem, describe
 from .rules.numbers import MOST_TOKENS, flag, name_of_type, non_negative, number, token_bound
-from .rules.score import window
+from .rules.score import sides, window
 
 __all__ = ["Call", "prepare", "refuse_options", "scale_argument"]
 
@@ -90,7 +90,7 @@ def prepare(
     if type(batch_invariant) is not bool:
         batch_invariant = flag("batch_invariant", batch_invariant)
     if window_size is not None:
-        window_size = tuple(window_size)
+        window_size = sides(window_size)
         if [type(side) for side in window_size] != _TWO_INTEGERS:
             window_size = window(window_size, False)
     if type(fp8_dtype) is not str:

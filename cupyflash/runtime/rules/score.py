@@ -19,15 +19,17 @@ __all__ = [
     "check_scale",
     "check_sink",
     "check_softcap",
+    "sides",
     "window",
 ]
 
 
-def window(window_size: tuple[Any, ...] | None, causal: bool) -> tuple[int, int]:
+def window(window_size: Any, causal: bool) -> tuple[int, int]:
     """The inclusive reach to the left and right; -1 is open, causal closes the right.
 
     A side that reaches past every request is open.
     """
+    window_size = sides(window_size)
     if window_size is None:
         return -1, 0 if causal else -1
     if len(window_size) != 2 or not all(
@@ -42,6 +44,16 @@ def window(window_size: tuple[Any, ...] | None, causal: bool) -> tuple[int, int]
         )
     left, right = (-1 if side >= MOST_TOKENS else side for side in (left, right))
     return left, 0 if causal else right
+
+
+def sides(window_size: Any) -> tuple[Any, ...] | None:
+    """A window as a tuple, which has a hash; a list is one too."""
+    if window_size is None:
+        return None
+    try:
+        return tuple(window_size)
+    except TypeError:
+        raise ValueError(f"window_size={window_size} must be two integers (left, right)") from None
 
 
 _SOFTCAPS = 1e-30, 1e30  # scores are divided by it, and multiplied
