@@ -6,8 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from cupyflash.bench.cases import bench_cases
+from cupyflash.bench.inputs import DryInputs
+from cupyflash.bench.providers import cupyflash
 from cupyflash.bounds import AttentionBounds
-from cupyflash.runtime.device import DeviceInfo
+from cupyflash.runtime.device import DeviceInfo, use_device
+from cupyflash.runtime.dry_device import DryDevice, encoded_map
 from cupyflash.runtime.prefill_plan import (
     make_prefill_plan,
     prefill_plans,
@@ -33,6 +37,23 @@ def test_every_variant_fits_the_device():
     for variant in prefill_variants("sm_90"):
         assert dict(variant.defines)["SMEM_NBYTES"] <= H200.smem_optin
     assert not list(prefill_variants("sm_100"))
+
+
+@pytest.mark.parametrize(
+    "name", ["prefill/d256/causal/s512", "prefill-fp8/d128/full/s2048", "paged-prefill/p16/s8192"]
+)
+def test_maps_have_the_l2_fetch_what_a_box_holds_of_a_row(name):
+    """Panels that are neighbours in memory are loaded at once: wider, each fetches both."""
+    case = next(case for case in bench_cases(name) if case.name == name)
+    device = DryDevice(H200)
+    with use_device(device):
+        cupyflash(DryInputs(case))()
+    maps = [encoded_map(value) for _, values in device.launches for value in values]
+    maps = [numbers for numbers in maps if numbers]
+    assert len(maps) == 4 - case.name.startswith("prefill-fp8/")
+    for *_, box, _swizzle, promotion, _fill in maps:
+        assert box[0] * (1 if "fp8" in name else 2) == 128
+        assert 64 << (promotion - 1) == 128
 
 
 @pytest.mark.parametrize(("page", "box"), [(16, 16), (24, 8), (48, 16), (64, 64), (256, 128)])

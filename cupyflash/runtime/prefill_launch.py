@@ -12,7 +12,6 @@ from .layout import Layout
 from .prefill_plan import PREFILL_PARAMS, PrefillPlan
 from .tensor_map import (
     PROMOTE_128B,
-    PROMOTE_256B,
     SWIZZLE_128B,
     UINT8,
     UINT16,
@@ -68,9 +67,8 @@ def _step(count: int, stride: int) -> int:
     return _WIDE if count == 1 else stride
 
 
-def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int, int]:
-    """The tensor maps of q, k, v and, of 16-bit arrays, out; their L2 promotion; a page past the
-    last one."""
+def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int]:
+    """The tensor maps of q, k, v and, of 16-bit arrays, out; a page past the last one."""
     arrays = AttentionArrays(*layout.specs)
     maps = [
         _row_map(arrays.q, plan.rows, plan.pack),
@@ -80,7 +78,7 @@ def _placement(layout: Layout, plan: PrefillPlan) -> tuple[tuple[Map, ...], int,
     if not layout.problem.q_type.is_fp8:
         maps.append(_row_map(arrays.out or _new_out(layout), plan.rows, plan.pack))
     paged = layout.problem.page_size is not None
-    return tuple(maps), PROMOTE_128B if paged else PROMOTE_256B, arrays.k[0][0] if paged else 1
+    return tuple(maps), arrays.k[0][0] if paged else 1
 
 
 def attend_prefill(
@@ -125,7 +123,7 @@ def _queue(work: Work, plan: PrefillPlan) -> None:
     device, block, counters = work.device, work.block, work.counters
     layout, arrays = work.call.layout, work.call.arrays
     placed = layout.kept.get(plan) or layout.keep(plan, lambda: _placement(layout, plan))
-    maps, promotion, outside = placed
+    maps, outside = placed
     partial = block[plan.workspace_at :] if plan.combine is not None else None
     packed = work.pack(plan.tiling, partial)
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
@@ -135,7 +133,7 @@ def _queue(work: Work, plan: PrefillPlan) -> None:
     encoded = tuple(
         device.encode_tensor_map(
             array, kind, device.pointer(array), shape, strides, box,
-            SWIZZLE_128B, promotion, ZERO_FILL,
+            SWIZZLE_128B, PROMOTE_128B, ZERO_FILL,
         )
         for array, kind, (shape, strides, box) in zip(
             (arrays.q, arrays.k, arrays.v, work.out), (rows, keys, keys, rows), maps, strict=False

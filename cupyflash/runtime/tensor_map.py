@@ -11,7 +11,6 @@ from .driver import driver_function
 __all__ = [
     "NO_PROMOTION",
     "PROMOTE_128B",
-    "PROMOTE_256B",
     "SWIZZLE_128B",
     "UINT8",
     "UINT16",
@@ -23,7 +22,7 @@ __all__ = [
 # Of CUtensorMapDataType, CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill.
 UINT8, UINT16 = 0, 1
 SWIZZLE_128B = 3
-NO_PROMOTION, PROMOTE_128B, PROMOTE_256B = 0, 2, 3
+NO_PROMOTION, PROMOTE_128B = 0, 2
 ZERO_FILL = 0
 
 _NBYTES = 128

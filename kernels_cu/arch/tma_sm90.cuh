@@ -103,13 +103,6 @@ __device__ __forceinline__ void tma_load4(u32 to, const TensorMap *map, i32 x, i
                : "memory");
 }
 
-// The box into the L2 cache alone.
-__device__ __forceinline__ void tma_prefetch3(const TensorMap *map, i32 x, i32 y, i32 z) {
-  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x),
-               "r"(y), "r"(z)
-               : "memory");
-}
-
 __device__ __forceinline__ void tma_store3(const TensorMap *map, u32 from, i32 x, i32 y, i32 z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::
                    "l"(map),

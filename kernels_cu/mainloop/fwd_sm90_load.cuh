@@ -165,10 +165,6 @@ struct PrefillLoader : BoxLoader<V, 64> {
     typename S::Rest &r = shared.rest();
     const int slot = number % S::kQueryStages, round = number / S::kQueryStages;
     const int head = t.head_group << x.pack_shift, token = t.q_begin + t.token;
-    // One buffer is free late: what takes its place is in the L2 by then.
-    if (S::kQueryStages == 1 && found && lane < S::kPanels) {
-      tma_prefetch3(maps.q, lane * 64, head, token);
-    }
     mbarrier_wait(shared_address(&r.query_empty[slot]), ~round & 1);
     const u32 full = shared_address(&r.query_full[slot]);
     if (lane == 0) {
