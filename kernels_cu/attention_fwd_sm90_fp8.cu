@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(Fp8Shared<Fp8Variant>::kThreads, 1)
   const Fp8Shared<Fp8Variant> shared(smem);
   const int warpgroup = __shfl_sync(0xffffffffu, static_cast<int>(threadIdx.x / 128), 0);
   if (threadIdx.x == 0) shared.init();
+  shared.write_ones();
   sort_requests<Fp8Variant>(p, x, shared.rest().order, shared.scratch());
   if (warpgroup == 0) {
     give_registers<Fp8Variant::kLoadRegisters>();

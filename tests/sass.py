@@ -33,6 +33,13 @@ class Loop:
         waits = [i for i, text in enumerate(self.body) if "WARPGROUP.DEPBAR" in text]
         return sum(opcode in text for text in self.body[waits[0] : waits[-1]])
 
+    def before(self, opcode: str, of: str, number: int) -> int:
+        """How many stand after the wait for the last product and before the n-th of another."""
+        last = max(i for i, text in enumerate(self.body) if "WARPGROUP.DEPBAR" in text)
+        behind = self.body[last:]
+        end = [i for i, text in enumerate(behind) if of in text][number - 1]
+        return sum(opcode in text for text in behind[:end])
+
 
 def disassembler() -> str:
     """Path of nvdisasm; a test that needs it is skipped without."""

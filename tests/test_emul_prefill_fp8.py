@@ -16,54 +16,70 @@ from cupyflash.runtime.device import active_device
 from cupyflash.testing import Case
 
 E4M3 = {"q_type": "e4m3", "kv_type": "e4m3"}
+LSE, NO_LSE = ({"return_softmax_lse": wanted} for wanted in (True, False))
+"""Without, products with a column of ones add the weights up, up to head size 128."""
+SUMS = pytest.mark.parametrize("sums", [LSE, NO_LSE], ids=["lse", "ones"])
 
 
 def runs_fp8():
     return any("attention_fwd_sm90_fp8" in report.symbol for report in active_device().reports)
 
 
-@given(case=fp8_cases(), order=st.integers(0, 9), num_splits=st.sampled_from([0, 0, 1, 3]))
-def test_any_case_in_any_order_of_warps(case, order, num_splits):
+@given(
+    case=fp8_cases(),
+    order=st.integers(0, 9),
+    num_splits=st.sampled_from([0, 0, 1, 3]),
+    sums=st.sampled_from([NO_LSE, LSE]),
+)
+def test_any_case_in_any_order_of_warps(case, order, num_splits, sums):
     with emulated("sm_90a", num_sms=2, seed=order):
-        case.make().check(flash_attn_varlen_func, num_splits=num_splits)
+        case.make().check(flash_attn_varlen_func, num_splits=num_splits, **sums)
         assert runs_fp8()
 
 
 CASES = {**TILES, "ragged": TILES["ragged"].replace(descale=True)}
 
 
-@pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "opposed", "ascending_v"])
+@pytest.mark.parametrize(
+    ("pattern", "sums"),
+    [("normal", LSE), ("normal", NO_LSE), ("spiky", LSE), ("spiky", NO_LSE), ("outlier", NO_LSE),
+     ("opposed", NO_LSE), ("ascending_v", LSE)],
+    ids=["normal", "normal-ones", "spiky", "spiky-ones", "outlier-ones", "opposed-ones",
+         "ascending_v"],
+)  # fmt: skip
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (96, 80), (256, 192)])
-def test_every_tile(head_dims, name, pattern):
+def test_every_tile(head_dims, name, pattern, sums):
     case = CASES[name].replace(
         head_dim=head_dims[0], head_dim_v=head_dims[1], pattern=pattern, **E4M3
     )
     with emulated("sm_90a", num_sms=2):
-        case.make().check(flash_attn_varlen_func, num_splits=1)
+        case.make().check(flash_attn_varlen_func, num_splits=1, **sums)
         assert runs_fp8()
 
 
+@SUMS
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize(
     "options", [{"softcap": 50.0}, {"softcap": 0.5}, {"alibi": "request"},
                 {"softcap": 5.0, "alibi": "head", "window_size": (90, 20)}]
 )  # fmt: skip
-def test_modified_scores(head_dim, options):
+def test_modified_scores(head_dim, options, sums):
     case = Case(lengths=((70, 200), (3, 20)), group_size=2, head_dim=head_dim, causal=True,
                 descale=True, page_size=16, **E4M3).replace(**options)  # fmt: skip
     with emulated("sm_90a", num_sms=2):
-        case.make().check(flash_attn_varlen_func)
+        case.make().check(flash_attn_varlen_func, **sums)
         assert runs_fp8()
 
 
+@SUMS
 @pytest.mark.parametrize("num_splits", [2, 3, 8])
 @pytest.mark.parametrize("window", [(-1, -1), (200, 0), (300, 40)])
-def test_splits_that_some_rows_do_not_reach(num_splits, window):
+def test_splits_that_some_rows_do_not_reach(num_splits, window, sums):
     case = Case(lengths=((20, 900), (30, 64), (17, -1), (1, 500)), group_size=2, sink=True,
                 page_size=16, window_size=window, descale=True, **E4M3)  # fmt: skip
     with emulated("sm_90a", num_sms=2):
-        case.make().check(flash_attn_varlen_func, num_splits=num_splits)
+        case.make().check(flash_attn_varlen_func, num_splits=num_splits, **sums)
         assert runs_fp8()
 
 
@@ -99,9 +115,10 @@ def scaled(case, **scales):
     """The arrays of a case with other descales, and its result is checked."""
     inputs = case.make()
     inputs.args.update(scales)
-    with emulated("sm_90a", num_sms=2):
-        inputs.check(flash_attn_varlen_func)
-        assert runs_fp8()
+    for sums in (LSE, NO_LSE):
+        with emulated("sm_90a", num_sms=2):
+            inputs.check(flash_attn_varlen_func, **sums)
+            assert runs_fp8()
 
 
 def test_descales_of_any_sign_and_stride():
@@ -120,7 +137,8 @@ def test_a_negative_softmax_scale_and_one_of_zero():
         scaled(Case(lengths=((140, 60),), causal=True, softmax_scale=scale, **E4M3))
 
 
-def test_scores_beyond_float32_run_the_tile_again():
+@SUMS
+def test_scores_beyond_float32_run_the_tile_again(sums):
     """Key tiles are walked downwards: the first keys outgrow the weights of the last by 2^200."""
     case = Case(lengths=((200, 300), (70, 500)), num_heads_kv=2, causal=True, **E4M3)
     inputs = case.make()
@@ -128,12 +146,13 @@ def test_scores_beyond_float32_run_the_tile_again():
     k[3:5], k[503:505] = 0x7E, 0x7E  # 448
     inputs.args["q_descale"] = np.full((2, 2), 2.0, np.float32)
     with emulated("sm_90a", num_sms=2):
-        inputs.check(flash_attn_varlen_func)
+        inputs.check(flash_attn_varlen_func, **sums)
         assert runs_fp8()
 
 
+@SUMS
 @pytest.mark.parametrize("powers", [(96, 99, 100, 101, 104), (120, 124, 125, 126, 127, 128, 131)])
-def test_a_key_that_outgrows_the_weights_of_those_before_it(powers):
+def test_a_key_that_outgrows_the_weights_of_those_before_it(powers, sums):
     """One that is walked after 128 others of score 0 has a weight of 2^power against theirs."""
     case = Case(lengths=((40, 216),), **E4M3)
     for power in powers:
@@ -142,7 +161,7 @@ def test_a_key_that_outgrows_the_weights_of_those_before_it(powers):
         inputs.placed["k"].view[:256] = 0
         inputs.placed["k"].view[3] = 0x38
         with emulated("sm_90a", num_sms=2):
-            inputs.check(flash_attn_varlen_func)
+            inputs.check(flash_attn_varlen_func, **sums)
             assert runs_fp8()
 
 
@@ -202,9 +221,10 @@ def test_lengths_around_multiples_of_a_key_tile_are_no_worse(keys):
         inputs = case.make()
         page, slot = inputs.args["block_table"][0, at // 16], at % 16
         inputs.args["k"][page, slot] = 0x60  # 32
-        with emulated("sm_90a", num_sms=2):
-            inputs.check(flash_attn_varlen_func)
-            assert runs_fp8()
+        for sums in (LSE, NO_LSE):
+            with emulated("sm_90a", num_sms=2):
+                inputs.check(flash_attn_varlen_func, **sums)
+                assert runs_fp8()
 
 
 @pytest.mark.parametrize("name", ["k_descale", "v_descale", "q_descale"])
@@ -226,3 +246,13 @@ def test_b71_all_256_bytes_as_values():
     right = every.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(out.astype(np.float32), np.repeat(right, 40, axis=0))
     assert (lse == 0).all()
+
+
+def test_an_output_is_of_the_weights_as_they_are_rounded():
+    """V = 1 in all: with a column of ones the quotient is 1, whatever rounding took away."""
+    inputs = Case(lengths=((130, 200),), head_dim=128, pattern="spiky", causal=True, **E4M3).make()
+    inputs.args["v"] = np.full_like(inputs.args["v"], 0x38)  # 1
+    with emulated("sm_90a", num_sms=2):
+        out = flash_attn_varlen_func(**inputs.args)
+        assert runs_fp8()
+    assert (out[:130].astype(np.float32) == 1).all()

@@ -19,12 +19,14 @@ E4M3 = {"q_type": "e4m3", "kv_type": "e4m3"}
 
 
 @settings(max_examples=100)
-@given(case=fp8_cases(most_requests=6), num_splits=st.sampled_from([0, 0, 1, 3, 7]))
+@given(
+    case=fp8_cases(most_requests=6), num_splits=st.sampled_from([0, 0, 1, 3, 7]), lse=st.booleans()
+)
 @pytest.mark.parametrize("share", range(12))
-def test_any_case(case, num_splits, share):
+def test_any_case(case, num_splits, lse, share):
     import cupy
 
-    options = {"num_splits": num_splits, "fa_version": 3}
+    options = {"num_splits": num_splits, "fa_version": 3, "return_softmax_lse": lse}
     check_repeats(case.make(cupy), flash_attn_varlen_func, {"p_dtype": "e4m3"}, **options)
 
 
@@ -34,26 +36,28 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("lse", [True, False])
 @pytest.mark.parametrize("pattern", ["normal", "spiky", "outlier", "one_hot"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("name", CASES)
-def test_long_requests(name, head_dim, pattern):
+def test_long_requests(name, head_dim, pattern, lse):
     import cupy
 
     case = CASES[name].replace(head_dim=head_dim, pattern=pattern, descale=True, **E4M3)
     inputs = case.make(cupy)
     assert explain(**inputs.args).kernels.startswith("Hopper 8-bit prefill")
-    inputs.check(flash_attn_varlen_func, fa_version=3)
+    inputs.check(flash_attn_varlen_func, fa_version=3, return_softmax_lse=lse)
 
 
-def test_scores_beyond_float32_run_the_tile_again():
+@pytest.mark.parametrize("lse", [True, False])
+def test_scores_beyond_float32_run_the_tile_again(lse):
     import cupy
 
     inputs = Case(lengths=((200, 300), (70, 500)), num_heads_kv=2, causal=True, **E4M3).make(cupy)
     k = inputs.placed["k"].view
     k[3:5] = k[503:505] = 0x7E
     inputs.args["q_descale"] = cupy.full((2, 2), 2, np.float32)
-    inputs.check(flash_attn_varlen_func, fa_version=3)
+    inputs.check(flash_attn_varlen_func, fa_version=3, return_softmax_lse=lse)
 
 
 def test_repeats_are_equal_bit_for_bit():

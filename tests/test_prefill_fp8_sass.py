@@ -17,9 +17,10 @@ def inner_loop(variant, keys):
     return min(loops, key=lambda loop: len(loop.body))
 
 
+@pytest.mark.parametrize("ones", ["", "_ones"])
 @pytest.mark.parametrize(("head_dim", "keys"), [(64, 128), (128, 128)])
-def test_the_inner_loop(head_dim, keys):
-    variant = VARIANTS[f"attention_fwd_sm90_fp8_d{head_dim}_n{keys}"]
+def test_the_inner_loop(head_dim, keys, ones):
+    variant = VARIANTS[f"attention_fwd_sm90_fp8_d{head_dim}_n{keys}{ones}"]
     loop = inner_loop(variant, keys)
     assert loop.count("QGMMA") == head_dim // 32 + keys // 32
     # Descriptors come from uniform registers: a move for each of them would be twice as many.
@@ -28,6 +29,10 @@ def test_the_inner_loop(head_dim, keys):
     # the exponentials after them hide the sums of their output, and P as it is rounded.
     assert loop.between_waits("VIMNMX3") >= keys // 4
     assert loop.count("FMUL") == 0
+    if ones:
+        assert loop.count("FADD") <= 4
+    else:  # multiply-adds are among the exponentials, not in front of all of them
+        assert loop.before("FFMA", "MUFU.EX2", 8) <= 72
     assert not any(
         "STL" in text or "LDL" in text for text in instructions(variant, disassembler())[0]
     )
@@ -42,7 +47,7 @@ def test_one_thing_after_the_other():
     )
 
 
-@pytest.mark.parametrize("shape", ["d128_n128", "d256_n128"])
+@pytest.mark.parametrize("shape", ["d128_n128", "d128_n128_ones", "d256_n128"])
 def test_no_instruction_touches_registers_of_products_in_flight(shape):
     found = Code(*instructions(VARIANTS[f"attention_fwd_sm90_fp8_{shape}"], disassembler()))
     assert sum(this.base == "QGMMA" for this in found.code) >= 40

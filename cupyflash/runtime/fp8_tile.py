@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .attention_params import ATTENTION_PARAMS
 from .dtypes import BF16, E4M3, FP16
@@ -18,6 +18,7 @@ _REGISTERS = {128: (40, 232), 192: (32, 160)}
 _PANEL = 128  # bytes of a row that lie together in shared memory
 _ALIGNMENT = 1024
 _REST_BYTES = 2048  # of shared memory besides the tiles: Fp8Shared::Rest
+_ONES = 8  # columns, the least that a product takes more
 _STEP = 16  # of head sizes: rows of TMA start at multiples of 16 bytes
 
 
@@ -37,6 +38,9 @@ class Fp8Tile:
         Of the output at a time, one thing after the other; 0 = all, beside the next scores.
     rows : int
         Of queries: 64 a computing warpgroup.
+    sum_column : bool
+        Sums of weights are products with a column of ones: of the rounded weights. The output is
+        the better for it, a log-sum-exp is not.
     """
 
     head_dim: int
@@ -47,6 +51,7 @@ class Fp8Tile:
     turned_stages: int = 2
     columns: int = 0
     rows: int = 128
+    sum_column: bool = False
 
     @property
     def threads(self) -> int:
@@ -57,12 +62,13 @@ class Fp8Tile:
         row = -(-self.head_dim // _PANEL) * _PANEL
         loaded = self.keys * (self.key_stages + self.value_stages)
         tiles = (self.query_stages * self.rows + loaded) * row
-        turned = self.turned_stages * self.keys * self.head_dim
+        turned = self.turned_stages * self.keys * (self.head_dim + _ONES * self.sum_column)
         return _ALIGNMENT + tiles + turned + _REST_BYTES
 
     def variant(self, params_nbytes: int, score_mod: bool) -> Variant:
         rows = "" if self.rows == 128 else f"_m{self.rows}"
-        name = f"attention_fwd_sm90_fp8_d{self.head_dim}_n{self.keys}{rows}"
+        ones = "_ones" if self.sum_column else ""
+        name = f"attention_fwd_sm90_fp8_d{self.head_dim}_n{self.keys}{rows}{ones}"
         load_registers, compute_registers = _REGISTERS[self.rows]
         return Variant(
             "attention_fwd_sm90_fp8.cu",
@@ -80,6 +86,7 @@ class Fp8Tile:
                 ("QUERY_STAGES", self.query_stages),
                 ("SCORE_MOD", int(score_mod)),
                 ("SMEM_NBYTES", self.smem_bytes),
+                ("SUM_COLUMN", int(self.sum_column)),
                 ("TILE_ROWS", self.rows),
                 ("TURNED_STAGES", self.turned_stages),
                 ("VALUE_STAGES", self.value_stages),
@@ -102,7 +109,8 @@ def fp8_variants(params_nbytes: int) -> Iterator[Variant]:
     """All that the 8-bit Hopper prefill can be asked for."""
     for score_mod in (False, True):
         for tile in _MOD_TILES if score_mod else (*_TILES, _TALL):
-            yield tile.variant(params_nbytes, score_mod)
+            for each in dict.fromkeys((tile, _without_lse(tile))):
+                yield each.variant(params_nbytes, score_mod)
 
 
 def fp8_tile(problem: AttentionProblem) -> Fp8Tile:
@@ -112,7 +120,13 @@ def fp8_tile(problem: AttentionProblem) -> Fp8Tile:
     if largest <= _TALL.head_dim and problem.window_right < 0 and not modified:
         return _TALL
     tiles = _MOD_TILES if modified else _TILES
-    return next(tile for tile in tiles if largest <= tile.head_dim)
+    found = next(tile for tile in tiles if largest <= tile.head_dim)
+    return found if problem.wants_lse else _without_lse(found)
+
+
+def _without_lse(tile: Fp8Tile) -> Fp8Tile:
+    """With a column of ones, if it may: it spills in 192 rows, and in parts sums bound weights."""
+    return replace(tile, sum_column=tile is not _TALL and not tile.columns)
 
 
 def fp8_refusal(problem: AttentionProblem) -> str:

@@ -98,6 +98,12 @@ struct Wgmma;
 #define WGMMA_D64 \
   WGMMA_D56 ", " \
   "%56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_D36 \
+  WGMMA_D32 ", " \
+  "%32, %33, %34, %35"
+#define WGMMA_D68 \
+  WGMMA_D64 ", " \
+  "%64, %65, %66, %67"
 #define WGMMA_D96 \
   WGMMA_D64 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
@@ -111,12 +117,15 @@ struct Wgmma;
 #define WGMMA_OUT8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
+#define WGMMA_OUT4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define WGMMA_OUT24 WGMMA_OUT8(0), WGMMA_OUT8(8), WGMMA_OUT8(16)
 #define WGMMA_OUT32 WGMMA_OUT24, WGMMA_OUT8(24)
 #define WGMMA_OUT40 WGMMA_OUT32, WGMMA_OUT8(32)
 #define WGMMA_OUT48 WGMMA_OUT40, WGMMA_OUT8(40)
 #define WGMMA_OUT56 WGMMA_OUT48, WGMMA_OUT8(48)
 #define WGMMA_OUT64 WGMMA_OUT56, WGMMA_OUT8(56)
+#define WGMMA_OUT36 WGMMA_OUT32, WGMMA_OUT4(32)
+#define WGMMA_OUT68 WGMMA_OUT64, WGMMA_OUT4(64)
 #define WGMMA_OUT96 \
   WGMMA_OUT64, WGMMA_OUT8(64), WGMMA_OUT8(72), WGMMA_OUT8(80), WGMMA_OUT8(88)
 #define WGMMA_OUT128 \

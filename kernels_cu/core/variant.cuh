@@ -148,6 +148,7 @@ struct Fp8Variant {
   static constexpr int kTurnedStages = TURNED_STAGES;  // transposed
   static constexpr int kColumns = COLUMNS;  // of O at a time; 0: all, beside the next scores
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
+  static constexpr bool kSumColumn = SUM_COLUMN;  // V has a column of ones: O has the sums
   static constexpr bool kWiden = false, kHold = false, kNarrow = false;
   static constexpr int kLoadRegisters = LOAD_REGISTERS, kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr int kSharedBytes = SMEM_NBYTES;

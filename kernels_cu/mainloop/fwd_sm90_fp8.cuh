@@ -25,7 +25,7 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   using W::kKeys, W::p, W::lane, W::weight, W::sum;
   static constexpr int kDim = V::kHeadDim;
 
-  float o[kDim / 2], total[kDim / 2];
+  float o[S::kTurnedDim / 2], total[kDim / 2];
   float due[2];  // to the output of the weights that are packed
 
   __device__ __forceinline__ Fp8Compute(const AttentionParams &p, const PrefillParams &x,
@@ -49,18 +49,32 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
     v.next();
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) total[i] = fmaf(o[i], due[i / 2 % 2], total[i]);
+    if constexpr (V::kSumColumn) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) sum[h] = fmaf(o[kDim / 2 + 2 * h], due[h], sum[h]);
+    }
   }
 
   // ---- products
 
-  __device__ __forceinline__ void issue_output(const Operands &from) {
-    constexpr int kSteps = S::kPanelKeys / 32;  // of a panel
-    const u64 values = S::kPanelKeys == 128 ? matrix_descriptor(from.values, 16, 1024)
-                                            : matrix_descriptor64(from.values);
+  struct Descriptors {
+    u64 queries, keys, values;
+  };
+  // Pinned here: else they are made where they are used, after a wait.
+  __device__ __forceinline__ Descriptors descriptors() const {
+    static_assert(S::kPanelKeys == 128, "");
+    const Operands from = operands();
+    Descriptors made = {matrix_descriptor(from.queries, 16, 1024),
+                        matrix_descriptor(from.keys, 16, 1024),
+                        matrix_descriptor(from.values, 16, 1024)};
+    asm volatile("" : "+l"(made.queries), "+l"(made.keys), "+l"(made.values));
+    return made;
+  }
+
+  __device__ __forceinline__ void issue_output(u64 values) {
 #pragma unroll
     for (int i = 0; i < kKeys / 32; ++i) {
-      WgmmaFp8<kDim>::registers(
-          o, weight[i], values + (i / kSteps * kDim * S::kPanelKeys + i % kSteps * 32) / 16, i > 0);
+      WgmmaFp8<S::kTurnedDim>::registers(o, weight[i], values + i * 32 / 16, i > 0);
     }
     wgmma_commit();
   }
@@ -94,13 +108,13 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   // The scores of key tile n with the output of the one before.
   template <bool kMasked>
   __device__ __forceinline__ void step(const PrefillTile &t, int n) {
-    const Operands from = operands();
+    const Descriptors from = descriptors();
     wait_keys();
     wgmma_fence();
-    issue_scores(from);
+    issue_scores(from.queries, from.keys);
     wait_values();
     wgmma_fence();
-    issue_output(from);
+    issue_output(from.values);
     if constexpr (kMasked || V::kScoreMod) {
       // Values first: masks take registers.
       wgmma_wait<0>();
@@ -142,10 +156,10 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
       release(shared.rest().drained);
       return;
     }
-    const Operands first = operands();
+    const Descriptors first = descriptors();
     wait_keys();
     wgmma_fence();
-    issue_scores(first);
+    issue_scores(first.queries, first.keys);
     wgmma_wait<0>();
     have_scores();
     fold_first(tile());
@@ -155,22 +169,22 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
       leave_queries();
       const PrefillTile &next = wait_tile();
       const bool more = next.item >= 0;
-      const Operands from = operands();
+      const Descriptors from = descriptors();
       // Products stay in flight on one side of a branch only, or the compiler serialises them.
       if (more) {
         wait_keys();
         wgmma_fence();
-        issue_scores(from);
+        issue_scores(from.queries, from.keys);
         wait_values();
         wgmma_fence();
-        issue_output(from);
+        issue_output(from.values);
         wgmma_wait<0>();
         have_scores();
         have_output();
       } else {
         wait_values();
         wgmma_fence();
-        issue_output(from);
+        issue_output(from.values);
         wgmma_wait<0>();
         have_output();
       }
@@ -190,10 +204,10 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
       if (t.item < 0) return;
       begin_tile(t);
       for (int n = t.n_end - 1; n >= t.n_begin; --n) {
-        const Operands from = operands();
+        const Descriptors from = descriptors();
         wait_keys();
         wgmma_fence();
-        issue_scores(from);
+        issue_scores(from.queries, from.keys);
         wgmma_wait<0>();
         have_scores();
         W::modify(t, n);
@@ -206,7 +220,7 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
         pack_scores<true>();
         wait_values();
         wgmma_fence();
-        issue_output(from);
+        issue_output(from.values);
         wgmma_wait<0>();
         have_output();
       }

@@ -158,13 +158,8 @@ struct Fp8KeptWeights : Fp8Scores<V> {
 
   __device__ __forceinline__ void pack_weights() {
 #pragma unroll
-    for (int i = 0; i < kKeys / 32; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int at = 16 * i + 8 * (j / 2) + 2 * (j % 2);
-        weight[i][j] = pack_fp8<kE4m3>(s[at], s[at + 1]) | pack_fp8<kE4m3>(s[at + 4], s[at + 5])
-                                                               << 16;
-      }
+    for (int g = 0; g < kKeys / 8; ++g) {
+      weight[g / 4][g % 4] = Scores::pack_group(Scores::group_at(g));
     }
   }
 };

@@ -30,7 +30,8 @@ struct Fp8Shared : AlignedShared {
   static constexpr int kThreads = 128 + 32 * kComputeWarps;
   static constexpr int kQueryBytes = kTileRows * kPanels * 128;
   static constexpr int kKeyBytes = kKeys * kPanels * 128;
-  static constexpr int kTurnedBytes = kKeys * kDim;
+  static constexpr int kTurnedDim = kDim + 8 * V::kSumColumn;  // columns of V, then ones
+  static constexpr int kTurnedBytes = kKeys * kTurnedDim;
 
   struct Rest {
     u64 tile_full[kTiles];
@@ -71,6 +72,19 @@ struct Fp8Shared : AlignedShared {
   }
   __device__ __forceinline__ u32 operand(int slot) const {
     return address + kTurnedAt + slot * kTurnedBytes;
+  }
+
+  // By all threads, before the barrier in front of the first product. Nothing else writes there.
+  __device__ __forceinline__ void write_ones() const {
+    if constexpr (V::kSumColumn) {
+      constexpr int kWords = kKeys * 8 / 4;
+      static_assert(kPanelKeys == kKeys, "");
+      for (int i = static_cast<int>(threadIdx.x); i < kTurnedStages * kWords; i += kThreads) {
+        const int at = i / kWords * kTurnedBytes + kKeys * kDim + i % kWords * 4;
+        *reinterpret_cast<u32 *>(base + kTurnedAt + at) = 0x38383838u;  // 1 in e4m3
+      }
+      fence_async_proxy();
+    }
   }
 
   // By one thread.

@@ -69,6 +69,15 @@ struct Fp8Scores : TileRows<V::kKeys> {
     }
   }
 
+  // Four weights of a row, of two groups of 8 keys.
+  __device__ __forceinline__ u32 pack_group(int at) const {
+    return pack_fp8<kE4m3>(s[at], s[at + 1]) | pack_fp8<kE4m3>(s[at + 4], s[at + 5]) << 16;
+  }
+  // Of a lane's groups in the order of the operand.
+  __device__ __forceinline__ static constexpr int group_at(int group) {
+    return 16 * (group / 4) + 8 * (group % 4 / 2) + 2 * (group % 2);
+  }
+
   // Before scores are compared: the largest is the one that weighs most.
   __device__ __forceinline__ void orient() {
     if (!V::kScoreMod && scale < 0.f) {

@@ -56,6 +56,12 @@ struct Fp8Weights : Fp8Scores<V> {
       }
       top[h] = max(low, high);
     }
+    // Rows are asked for before the vote is, whose outcome takes as long.
+    int row[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row[h] = max(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
+#pragma unroll
+    for (int h = 0; h < 2; ++h) row[h] = max(row[h], __shfl_xor_sync(0xffffffffu, row[h], 2));
     if (__any_sync(0xffffffffu, min(top[0], top[1]) < 0)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -66,10 +72,11 @@ struct Fp8Weights : Fp8Scores<V> {
           least = min(min(least, static_cast<u32>(bits(at))), static_cast<u32>(bits(at + 1)));
         }
         if (top[h] < 0) top[h] = static_cast<int>(least);
+        row[h] = __float_as_int(quad_max(__int_as_float(top[h])));
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) largest[h] = quad_max(__int_as_float(top[h])) * scale;
+    for (int h = 0; h < 2; ++h) largest[h] = __int_as_float(row[h]) * scale;
   }
   __device__ __forceinline__ int bits(int i) const { return __float_as_int(s[i]); }
 
@@ -103,32 +110,43 @@ struct Fp8Weights : Fp8Scores<V> {
     }
   }
 
-  // Scores of both rows become weights, are added up, and rounded to 8 bits.
+  // Scores of both rows become weights, are added up unless products do it, and rounded to 8 bits.
+  //
+  // Sums keep ptxas from putting all multiply-adds in front of all exponentials, which are waited
+  // for alone then. Without them blocks of groups are kept apart by __syncwarp(), which is no
+  // instruction here, and each is packed among the exponentials of the next one.
   template <bool kMasked>
   __device__ __forceinline__ void weigh(const float (&less)[2], const float (&due)[2]) {
+    constexpr int kGroups = kKeys / 8, kBlock = 4;  // a group: four scores of a row
+    constexpr int kLate = V::kSumColumn ? kBlock : 0;
     const float by = V::kScoreMod ? 1.f : kMasked ? fabsf(scale) : scale;
     float added[2][2] = {};
 #pragma unroll
-    for (int i = 0; i < kKeys / 32; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int h = j % 2, at = 16 * i + 8 * (j / 2) + 2 * (j % 2);
+    for (int g = 0; g < kGroups + kLate; ++g) {
+      if (V::kSumColumn && g > 0 && g % kBlock == 0) __syncwarp();
+      if (g < kGroups) {
         // In place: with copies of their own ptxas keeps all scores to the end, and spills.
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
-          float &x = s[at + k / 2 * 4 + k % 2];
+          const int h = g % 2;
+          float &x = s[Scores::group_at(g) + k / 2 * 4 + k % 2];
           x = exp2_approx(V::kScoreMod ? x - less[h] : fmaf(x, by, -less[h]));
-          added[h][k % 2] += x;
+          if constexpr (!V::kSumColumn) added[h][k % 2] += x;
         }
-        weight[i][j] = pack_fp8<kE4m3>(s[at], s[at + 1]) | pack_fp8<kE4m3>(s[at + 4], s[at + 5])
-                                                               << 16;
+      }
+      if (g >= kLate) {
+        const int ready = g - kLate;
+        weight[ready / 4][ready % 4] = Scores::pack_group(Scores::group_at(ready));
       }
     }
+    if constexpr (!V::kSumColumn) {
 #pragma unroll
-    for (int h = 0; h < 2; ++h) sum[h] = fmaf(added[h][0] + added[h][1], due[h], sum[h]);
+      for (int h = 0; h < 2; ++h) sum[h] = fmaf(added[h][0] + added[h][1], due[h], sum[h]);
+    }
   }
 
   __device__ __forceinline__ RowResult conclude(const PrefillTile &t, int h, float by) const {
-    return Scores::conclude_row(t, c[h], sum[h], by);
+    // Of a column of ones all four lanes have the whole sum.
+    return Scores::conclude_row(t, c[h], V::kSumColumn ? 0.25f * sum[h] : sum[h], by);
   }
 };

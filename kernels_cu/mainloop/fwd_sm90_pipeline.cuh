@@ -81,7 +81,9 @@ struct PrefillPipeline : Rows {
   // Steps of 32 bytes of a row, four a panel.
   __device__ __forceinline__ void issue_scores(const Operands &from) {
     const u64 keys = matrix_descriptor(from.keys, 16, 1024);
-    const u64 rows = matrix_descriptor(from.queries, 16, 1024);
+    issue_scores(matrix_descriptor(from.queries, 16, 1024), keys);
+  }
+  __device__ __forceinline__ void issue_scores(u64 rows, u64 keys) {
 #pragma unroll
     for (int i = 0; i < S::kRowSteps; ++i) {
       const u64 left = rows + (i / 4 * S::kTileRows * 128 + i % 4 * 32) / 16;
