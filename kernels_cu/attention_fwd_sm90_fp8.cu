@@ -10,8 +10,8 @@
 #include "mainloop/fwd_sm90_fp8_serial.cuh"
 
 static_assert(params_agree<AttentionParams>(), "AttentionParams differs from the host's layout");
-static_assert(sizeof(PrefillParams) == Fp8Variant::kParamsBytes,
-              "PrefillParams differs from the host's layout");
+static_assert(sizeof(TailParams) == Fp8Variant::kParamsBytes,
+              "TailParams differs from the host's layout");
 
 template <class V>
 __device__ __forceinline__ void compute(const AttentionParams &p, const PrefillParams &x,
@@ -24,7 +24,7 @@ __device__ __forceinline__ void compute(const AttentionParams &p, const PrefillP
 }
 
 extern "C" __global__ void __launch_bounds__(Fp8Shared<Fp8Variant>::kThreads, 1) KERNEL_NAME(
-    const __grid_constant__ AttentionParams p, const __grid_constant__ PrefillParams x,
+    const __grid_constant__ AttentionParams p, const __grid_constant__ TailParams x,
     const __grid_constant__ TensorMap q_map, const __grid_constant__ TensorMap k_map,
     const __grid_constant__ TensorMap v_map) {
   extern __shared__ __align__(1024) char smem[];

@@ -15,12 +15,13 @@ from emulator.planted_shared_fp8 import PLANTED_SHARED_FP8
 from emulator.planted_side import PLANTED_SIDE
 from emulator.planted_sm80 import PLANTED_SM80
 from emulator.planted_small import PLANTED_SMALL
+from emulator.planted_tail import PLANTED_TAIL
 
 # Orders of warps that each is looked for in.
 SEEDS = [
     (PLANTED, 20), (PLANTED_SM80, 20), (PLANTED_SHARED, 6), (PLANTED_FP8, 20), (PLANTED_ROWS, 20),
     (PLANTED_PREFILL, 20), (PLANTED_LATENT, 8), (PLANTED_SMALL, 20), (PLANTED_MAIL, 10),
-    (PLANTED_SIDE, 6), (PLANTED_SHARED_FP8, 6), (PLANTED_FP8KV, 6),
+    (PLANTED_SIDE, 6), (PLANTED_SHARED_FP8, 6), (PLANTED_FP8KV, 6), (PLANTED_TAIL, 10),
 ]  # fmt: skip
 
 

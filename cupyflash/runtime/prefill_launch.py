@@ -10,6 +10,7 @@ from .device import Device
 from .dtypes import ScalarType
 from .layout import Layout
 from .prefill_plan import PREFILL_PARAMS, PrefillPlan
+from .prefill_tile import FP8_PREFILL_PARAMS
 from .tensor_map import (
     PROMOTE_128B,
     SWIZZLE_128B,
@@ -127,8 +128,13 @@ def _queue(work: Work, plan: PrefillPlan) -> None:
     partial = block[plan.workspace_at :] if plan.combine is not None else None
     packed = work.pack(plan.tiling, partial)
     counter = device.pointer(counters) + 4 * (COUNTERS - 1)
-    links = device.pointer(block) + plan.workspace_at + plan.partial_bytes
-    own = PREFILL_PARAMS.pack(counter, links, *plan.numbers, outside, plan.tiling.skipped_rows)
+    pieces = device.pointer(block) + plan.workspace_at
+    own = (counter, pieces + plan.partial_bytes, *plan.numbers, outside, plan.tiling.skipped_rows)
+    if layout.problem.q_type.is_fp8:
+        tail = (*plan.tail, plan.tail.inverse)
+        struct = FP8_PREFILL_PARAMS.pack(*own, pieces, device.pointer(counters), *tail)
+    else:
+        struct = PREFILL_PARAMS.pack(*own)
     rows, keys = (_kind(kind) for kind in (layout.problem.q_type, layout.problem.kv_type))
     encoded = tuple(
         device.encode_tensor_map(
@@ -140,6 +146,6 @@ def _queue(work: Work, plan: PrefillPlan) -> None:
         )
     )  # fmt: skip
     used = work.touched(block, counters)
-    work.launch(plan.attend, (packed, own, *encoded), used)
+    work.launch(plan.attend, (packed, struct, *encoded), used)
     if plan.combine is not None:
         work.launch(plan.combine, (packed,), used)

@@ -11,8 +11,9 @@ from .attention_plan import combine_plan
 from .device import DeviceInfo
 from .divisors import log2
 from .dtypes import BF16, FP16
-from .fp8_tile import fp8_refusal
+from .fp8_tile import Fp8Tile, fp8_refusal
 from .plan import LARGEST_WORKSPACE, Plan
+from .prefill_tail import NO_TAIL, Tail, choose_tail, largest_tail_bytes, tail_bytes
 from .prefill_tile import (
     PREFILL_PARAMS,
     AnyTile,
@@ -56,6 +57,8 @@ class PrefillPlan:
     rows, pack, box_keys : int
         Rows of a tile; query heads in them; keys of a TMA box.
     partial_bytes : int
+    tail : Tail
+        The last tiles, of the 8-bit kernel, whose keys are cut.
     workspace_at : int
         Where in the workspace it begins: what is before belongs to a launch that runs beside it.
     """
@@ -68,6 +71,7 @@ class PrefillPlan:
     pack: int
     box_keys: int
     partial_bytes: int
+    tail: Tail
     workspace_at: int = 0
 
 
@@ -133,7 +137,11 @@ def make_prefill_plan(
     limit = LARGEST_WORKSPACE if workspace_limit is None else workspace_limit
     tiles, blocks = _items(problem, tile)
     chunk, splits = _choose_splits(problem, info, tile, tiles, limit - workspace_at)
-    items = tiles * splits
+    tail = NO_TAIL
+    if blocks and splits == 1 and not most_skipped:
+        tail = _choose_tail(problem, info, tile, tiles, limit - workspace_at - tiles * 4)
+    pieces = max(0, tiles - tail.whole) * tail.cut
+    items = min(tiles, tail.whole) + pieces if pieces else tiles * splits
     per_key = problem.kv_type.itemsize * (problem.head_dim + problem.head_dim_v)
     # Only where tiles differ in length do many of them have to be under way to be ordered.
     share = _L2_SHARE // per_key if problem.window_right >= 0 and problem.window_left < 0 else 0
@@ -141,6 +149,8 @@ def make_prefill_plan(
     together = heads * problem.group_size // pack
     rows = problem.total_q * problem.num_heads_q * splits if splits > 1 else 0
     partial_bytes = rows * (problem.head_dim_v + 1) * 4
+    if pieces and isinstance(tile, Fp8Tile):
+        partial_bytes = tail_bytes(tile, pieces)
     attend = Plan(
         prefill_variant(problem, tile),
         (min(info.num_sms, items), 1, 1),
@@ -166,8 +176,20 @@ def make_prefill_plan(
         pack,
         _box_keys(problem),
         partial_bytes,
+        tail,
         workspace_at,
     )
+
+
+def _choose_tail(
+    problem: AttentionProblem, info: DeviceInfo, tile: AnyTile, tiles: int, limit: int
+) -> Tail:
+    """Only where tiles are known to be alike, and the caller leaves splits to this."""
+    even = problem.total_q >= problem.batch * problem.max_seqlen_q
+    asked = problem.num_splits or problem.batch_invariant
+    if not isinstance(tile, Fp8Tile) or not even or asked:
+        return NO_TAIL
+    return choose_tail(problem, info, tile, tiles, tile.rows // _pack(problem, tile), limit)
 
 
 def prefill_plans(problem: AttentionProblem, info: DeviceInfo) -> list[Plan]:
@@ -199,7 +221,10 @@ def _largest_workspace(problem: AttentionProblem, info: DeviceInfo, tile: AnyTil
         pieces = tiles * min(problem.num_splits, MOST_SPLITS)
     else:
         pieces = _WAVES * info.num_sms
-    return min(pieces * (tile.rows * (problem.head_dim_v + 1) + 1) * 4, LARGEST_WORKSPACE)
+    nbytes = pieces * (tile.rows * (problem.head_dim_v + 1) + 1) * 4
+    if isinstance(tile, Fp8Tile) and not problem.num_splits:
+        nbytes = max(nbytes, largest_tail_bytes(tile, info) + (tiles + pieces) * 4)
+    return min(nbytes, LARGEST_WORKSPACE)
 
 
 def _choose_splits(

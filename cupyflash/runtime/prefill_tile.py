@@ -15,6 +15,7 @@ from .variant import Variant
 from .widen_tile import WidenTile, widen_tile, widen_variants
 
 __all__ = [
+    "FP8_PREFILL_PARAMS",
     "PREFILL_PARAMS",
     "TILE_ROWS",
     "AnyTile",
@@ -27,7 +28,7 @@ __all__ = [
     "prefill_variants",
 ]
 
-PREFILL_PARAMS = ParamsLayout(
+_FIELDS = (
     *((name, "ptr") for name in ("counter", "links")),
     *(
         (name, "i32")
@@ -37,7 +38,18 @@ PREFILL_PARAMS = ParamsLayout(
         )
     ),
 )
+PREFILL_PARAMS = ParamsLayout(*_FIELDS)
 """The layout of ``core/prefill_params.cuh``."""
+
+FP8_PREFILL_PARAMS = ParamsLayout(
+    *_FIELDS,
+    ("pieces", "ptr"),
+    ("arrivals", "ptr"),
+    ("whole", "i32"),
+    ("cut", "i32"),
+    ("inverse", "u32"),
+)
+"""The same of its ``TailParams``."""
 
 TILE_ROWS = 128
 _ARCH = "sm_90a"
@@ -153,7 +165,7 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
                 for (_, modified), others in _OTHERS.items():
                     if modified == score_mod:
                         yield from (tile.variant(kind, score_mod) for tile, *_ in others)
-        yield from fp8_variants(PREFILL_PARAMS.nbytes)
+        yield from fp8_variants(FP8_PREFILL_PARAMS.nbytes)
 
 
 def prefill_fp8_cache_variants() -> Iterator[Variant]:
@@ -190,7 +202,7 @@ def prefill_variant(problem: AttentionProblem, tile: AnyTile) -> Variant:
     """The kernel of a problem that is not refused."""
     score_mod = has_score_mod(problem)
     if isinstance(tile, Fp8Tile):
-        return tile.variant(PREFILL_PARAMS.nbytes, score_mod)
+        return tile.variant(FP8_PREFILL_PARAMS.nbytes, score_mod)
     if isinstance(tile, WidenTile):
         return tile.variant(problem.q_type, problem.kv_type, PREFILL_PARAMS.nbytes, score_mod)
     return tile.variant(problem.kv_type, score_mod)

@@ -110,12 +110,36 @@ __device__ __forceinline__ void describe_keys(const AttentionParams &p, int kv_l
   t.mask_below = (free_begin + kKeys - 1) / kKeys;
 }
 
+__device__ __forceinline__ const TailParams &tail_of(const PrefillParams &x) {
+  return static_cast<const TailParams &>(x);
+}
+
+// Whether an item is a piece of one of the last tiles.
+template <class V>
+__device__ __forceinline__ bool is_cut(const PrefillParams &x, int item) {
+  if constexpr (V::kTail) return item >= tail_of(x).whole;
+  return false;
+}
+
+// Of a piece: so many key tiles as the others, or one more; {0, 0} where none are left.
+template <int kKeys>
+__device__ __forceinline__ KeyRange cut_keys(const TailParams &x, KeyRange keys, int piece) {
+  const int first = keys.begin / kKeys, tiles = max(0, (keys.end + kKeys - 1) / kKeys - first);
+  const int begin = max(keys.begin, (first + x.share(tiles * piece)) * kKeys);
+  const int end = min(keys.end, (first + x.share(tiles * (piece + 1))) * kKeys);
+  return begin < end ? KeyRange{begin, end} : KeyRange{0, 0};
+}
+
 // Fills what an item is. False: nothing. Every lane of the warp takes part.
 template <class V>
 __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const PrefillParams &x,
                                             const RequestOrder &order, int item, PrefillTile &t) {
   const int tokens = tile_tokens<V>(x);
   int index = item / x.splits, request = 0, block, head_group;
+  if (is_cut<V>(x, item)) {
+    const TailParams &tail = tail_of(x);
+    index = tail.whole + tail.cut_before(item);
+  }
   if (x.blocks || order.total >= 0) {
     int blocks = x.blocks, together = x.together;
     if (!x.blocks) {
@@ -153,7 +177,11 @@ __device__ __forceinline__ bool locate_tile(const AttentionParams &p, const Pref
   const int chunks = count_chunks(p, keys);
   const int split = item % x.splits;
   if (split >= max(1, chunks)) return false;
-  if (chunks == 0) {
+  if (is_cut<V>(x, item)) {
+    const TailParams &tail = tail_of(x);
+    const int piece = item - tail.whole - tail.cut_before(item) * tail.cut;
+    keys = cut_keys<V::kKeys>(tail, keys, piece);
+  } else if (chunks == 0) {
     keys = {0, 0};
   } else {
     const int begin = (keys.begin / p.chunk + split) * p.chunk;

@@ -19,3 +19,19 @@ struct PrefillParams {
   i32 outside_page;  // a page past the last one: its boxes read as 0
   i32 most_skipped;  // requests of at most so many rows are left to another kernel
 };
+
+// And attention_fwd_sm90_fp8: the last tiles may have their keys cut into pieces.
+struct TailParams : PrefillParams {
+  float4 *pieces;  // what these leave each other, see mainloop/tail_merge.cuh
+  u32 *arrivals;   // [tiles that are cut, warps that compute]; 0 between launches
+  i32 whole;       // items before those that are pieces
+  i32 cut;         // pieces of a tile
+  u32 inverse;     // 2^32 over these, rounded up
+
+  // A number below 2^28 over the pieces of a tile.
+  __device__ __forceinline__ int share(int of) const {
+    return __umulhi(static_cast<u32>(of), inverse);
+  }
+  // How many of the tiles that are cut are before that of an item.
+  __device__ __forceinline__ int cut_before(int item) const { return share(item - whole); }
+};

@@ -90,6 +90,7 @@ struct PrefillVariant {
   static constexpr int kLoadRegisters = LOAD_REGISTERS;  // of a thread that loads
   static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr bool kTurns = TURNS;          // the warpgroups issue their products in turns
+  static constexpr bool kTail = false;           // the last tiles may be cut
   static constexpr bool kScoreMod = SCORE_MOD;   // soft cap or ALiBi
   static constexpr bool kWiden = false;          // an 8-bit cache
   static constexpr ScalarType kQuery = kCompute;  // of q and out
@@ -119,7 +120,7 @@ struct WidenVariant {
   static constexpr int kLoadRegisters = LOAD_REGISTERS;  // of a thread that loads
   static constexpr int kWidenRegisters = WIDEN_REGISTERS;
   static constexpr int kComputeRegisters = COMPUTE_REGISTERS;
-  static constexpr bool kTurns = true;
+  static constexpr bool kTurns = true, kTail = false;
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
   static constexpr bool kWiden = true;
   static constexpr ScalarType kQuery = static_cast<ScalarType>(QUERY_TYPE);  // of q and out
@@ -150,6 +151,7 @@ struct Fp8Variant {
   static constexpr bool kScoreMod = SCORE_MOD;  // soft cap or ALiBi
   static constexpr bool kSumColumn = SUM_COLUMN;  // V has a column of ones: O has the sums
   static constexpr bool kWiden = false, kHold = false, kNarrow = false;
+  static constexpr bool kTail = kColumns == 0;  // the last tiles may be cut
   static constexpr int kLoadRegisters = LOAD_REGISTERS, kComputeRegisters = COMPUTE_REGISTERS;
   static constexpr int kSharedBytes = SMEM_NBYTES;
   static constexpr int kParamsBytes = FP8_PREFILL_NBYTES;

@@ -22,7 +22,7 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
   using Pipeline::shared, Pipeline::v, Pipeline::number;
   using typename Pipeline::Operands;
-  using W::kKeys, W::p, W::lane, W::weight, W::sum;
+  using W::kKeys, W::p, W::lane, W::weight, W::c, W::sum;
   static constexpr int kDim = V::kHeadDim;
 
   float o[S::kTurnedDim / 2], total[kDim / 2];
@@ -224,12 +224,45 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
         wgmma_wait<0>();
         have_output();
       }
-      store(t);
+      if (gather_again(t)) store(t);
       leave_queries();
     }
   }
 
   // ---- results
+
+  __device__ __forceinline__ bool too_large(const PrefillTile &t, const float (&sum)[2]) const {
+    bool failed = false;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) failed |= W::token(t, h) < t.q_len && !(sum[h] < W::kLargestSum);
+    return failed;
+  }
+
+  // Whether the sums are those of all keys that the rows see: of a piece once every other one is
+  // there. One that failed is not, until it has run again.
+  __device__ __forceinline__ bool gather(const PrefillTile &t, bool again = false) {
+    if (!is_cut<V>(this->x, t.item)) return true;
+    const Merge merge = merge_of(t);
+    merge.leave(total, c, sum);
+    const bool failed = !again && too_large(t, sum);
+    return !__any_sync(0xffffffffu, failed) && merge.arrive(total, c, sum);
+  }
+
+  // The same of a tile that ran again. Warps whose rows had not failed have arrived before.
+  __device__ __forceinline__ bool gather_again(const PrefillTile &t) {
+    if (!is_cut<V>(this->x, t.item)) return true;
+    const Merge merge = merge_of(t);
+    float left[2];
+    merge.left(left);
+    return __any_sync(0xffffffffu, too_large(t, left)) && gather(t, true);
+  }
+
+  using Merge = TailMerge<kDim / 2, S::kComputeWarps>;
+  __device__ __forceinline__ Merge merge_of(const PrefillTile &t) const {
+    // As new: these would take registers from one tile to the next.
+    const int thread = static_cast<int>(read_thread_anew()) - 128;
+    return {tail_of(this->x), t.item, thread / 32, thread & 31};
+  }
 
   __device__ __forceinline__ void store(const PrefillTile &t) const {
     const float by = value_scale(p, t.request, t.kv_head);
@@ -242,10 +275,7 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   }
 
   __device__ __forceinline__ void finish_tile(PrefillTile &t) {
-    store(t);
-    bool failed = false;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) failed |= W::token(t, h) < t.q_len && !(sum[h] < W::kLargestSum);
-    Pipeline::note_failure(t, failed);
+    if (gather(t)) store(t);
+    Pipeline::note_failure(t, too_large(t, sum));
   }
 };

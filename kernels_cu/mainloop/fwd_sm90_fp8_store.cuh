@@ -3,6 +3,7 @@
 #pragma once
 
 #include "mainloop/fwd_sm90_store.cuh"
+#include "mainloop/tail_merge.cuh"
 
 struct Fp8OutputRow : OutputRow {
   // `half` 1 is the row 8 after in the accumulators.
@@ -31,7 +32,10 @@ struct Fp8OutputRow : OutputRow {
   template <int kDim>
   __device__ __forceinline__ void store_partial(RowResult result, int half,
                                                 const float (&o)[kDim / 2]) const {
-    float *const to = begin_partial(result);
+    const i64 row = partial_row();
+    if (quarter == 0) p.partial_lse[row] = result.lse;
+    // Without a sign, whose word would take a register from one tile to the next.
+    float *const to = p.partial_out + row * static_cast<u32>(p.head_dim_v);
 #pragma unroll
     for (int chunk = 0; chunk < kDim / 16; ++chunk) {
       const int column = 16 * chunk + 4 * quarter;
