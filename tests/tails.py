@@ -10,7 +10,7 @@ from prefill import fp8_cases
 
 from cupyflash import kept_launches, known_call
 from cupyflash.runtime import call, prefill_plan
-from cupyflash.runtime.prefill_tail import NO_TAIL, Tail
+from cupyflash.runtime.prefill_tail import NO_TAIL, Tail, may_be_cut
 
 __all__ = ["cut_tails", "even_cases"]
 
@@ -21,7 +21,7 @@ def cut_tails(left, cut):
 
     def choose(problem, info, tile, tiles, limit):
         asked = problem.num_splits or problem.batch_invariant
-        return NO_TAIL if asked else Tail(tiles - min(left, tiles), cut)
+        return NO_TAIL if asked or not may_be_cut(tile) else Tail(tiles - min(left, tiles), cut)
 
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(prefill_plan, "_choose_tail", choose))

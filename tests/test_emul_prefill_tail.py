@@ -20,7 +20,8 @@ from cupyflash.runtime.workspace import scratch_of
 from cupyflash.testing import Case
 
 E4M3 = {"q_type": "e4m3", "kv_type": "e4m3"}
-SEEN = Case(lengths=((200, 500), (200, 30)), num_heads_kv=1, group_size=2, descale=True, **E4M3)
+SEEN = Case(lengths=((200, 500), (200, 30)), num_heads_kv=1, group_size=2, head_dim=128,
+            descale=True, **E4M3)  # fmt: skip
 
 
 def counters():
@@ -71,7 +72,9 @@ def test_pieces_that_run_again_wait_for_no_other(seed):
 
 @pytest.mark.parametrize("cut", [2, 3])
 def test_a_nan_key_is_seen_through_every_piece(cut):
-    case = Case(lengths=((150, 0),), num_heads_kv=1, group_size=1, head_dim=64, causal=True, **E4M3)
+    case = Case(
+        lengths=((150, 0),), num_heads_kv=1, group_size=1, head_dim=128, causal=True, **E4M3
+    )
     with emulated("sm_90a", num_sms=2), cut_tails(2, cut):
         check_nan_key(case.make(), 0x7F)
         assert not counters().any()

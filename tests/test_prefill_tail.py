@@ -40,6 +40,7 @@ def test_the_half_filled_round_of_a_long_request_is_cut():
 @pytest.mark.parametrize(
     "changes",
     [{"causal": True}, {"num_splits": 1}, {"batch_invariant": True}, {"headdim": 256},
+     {"headdim": 64, "softcap": 5.0, "max_seqlen_q": 1792, "num_heads_q": 10, "num_heads_kv": 10},
      {"window_size": (300, 0)}, {"total_q": 9000, "batch_size": 2, "max_seqlen_q": 8000},
      {"max_seqlen_k": 600}, {"batch_size": 33, "max_seqlen_q": 512}],
 )  # fmt: skip

@@ -10,7 +10,7 @@ from .problem import AttentionProblem
 from .splits import visible_keys
 from .workspace import COUNTERS
 
-__all__ = ["NO_TAIL", "Tail", "choose_tail", "largest_tail_bytes", "tail_bytes"]
+__all__ = ["NO_TAIL", "Tail", "choose_tail", "largest_tail_bytes", "may_be_cut", "tail_bytes"]
 
 _SMALLEST_PIECE = 512  # keys
 _MOST_PIECES = 16  # of a tile: the last of them adds all up
@@ -37,6 +37,11 @@ class Tail(NamedTuple):
 NO_TAIL = Tail((1 << 31) - 1, 1)
 
 
+def may_be_cut(tile: Fp8Tile) -> bool:
+    """What is compiled with ``kTail``: the widest tiles spill, the smallest are slower for it."""
+    return not tile.columns and tile.head_dim * tile.rows > 64 * 128
+
+
 def choose_tail(
     problem: AttentionProblem, info: DeviceInfo, tile: Fp8Tile, tiles: int, tokens: int, limit: int
 ) -> Tail:
@@ -55,13 +60,12 @@ def choose_tail(
     """
     keys, count = _fewest_keys(problem, tokens), info.num_sms
     rounds, left = divmod(tiles, count)
-    if keys < _ALIKE * visible_keys(problem, tokens) or not rounds or not left:
+    alike = keys >= _ALIKE * visible_keys(problem, tokens)
+    if not may_be_cut(tile) or not alike or not rounds or not left:
         return NO_TAIL
     best, found = _WORTH * (rounds + 1) * keys, NO_TAIL
     most = min(_MOST_PIECES, keys // _SMALLEST_PIECE, _ROUNDS * count // left)
     warps = tile.rows // 16
-    if tile.columns:  # it has no registers for it
-        return NO_TAIL
     for cut in range(2, most + 1):
         piece = -(-keys // (cut * tile.keys)) * tile.keys + _PIECE_COST
         time = rounds * keys + -(-left * cut // count) * piece + cut * _MERGE_COST
