@@ -30,7 +30,8 @@ class PrefixTree:
     buffer : array [(2 * levels + 1) * batch], int32
         Of every level and place: the members of the group that begins there (0: in no group, -n: n
         places behind its first), and the key at which what it shares ends; then the request of each
-        place. Beside the queries of a call.
+        place. Beside the queries of a call. On a GPU it is not read back: every request has to have
+        exactly one place, or rows are wrong.
 
     Raises
     ------

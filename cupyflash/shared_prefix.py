@@ -119,7 +119,8 @@ def get_prefix_schedule(
     Returns
     -------
     PrefixSchedule or None
-        For ``prefix_scheduler_metadata``. None where calls of this kind need none.
+        For ``prefix_scheduler_metadata``. None where calls of this kind need none. Calls keep
+        partial results in it, so those of one schedule must not run on two streams at once.
 
     Raises
     ------
