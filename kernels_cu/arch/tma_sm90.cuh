@@ -34,11 +34,13 @@ __device__ __forceinline__ bool mbarrier_try_wait(u32 barrier, u32 parity) {
   return done != 0;
 }
 
+// The barrier is kOffset bytes behind: instructions have room for that.
+template <int kOffset = 0>
 __device__ __forceinline__ void mbarrier_wait(u32 barrier, u32 parity) {
   // A loop of its own in C++ would cost the registers around it their uniformity.
   asm volatile("{\n\t.reg .pred p;\n\tagain:\n\t"
-               "mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\n\t"
-               "@p bra done;\n\tbra again;\n\tdone:\n\t}" ::"r"(barrier), "r"(parity)
+               "mbarrier.try_wait.parity.shared::cta.b64 p, [%0+%2], %1;\n\t"
+               "@p bra done;\n\tbra again;\n\tdone:\n\t}" ::"r"(barrier), "r"(parity), "n"(kOffset)
                : "memory");
 }
 
@@ -83,8 +85,10 @@ __device__ __forceinline__ u32 transpose_8x8(u32 row) {
 
 // ---- of tiles that the products read
 
+template <int kOffset = 0>
 __device__ __forceinline__ void mbarrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0+%1];" ::"r"(barrier), "n"(kOffset)
+               : "memory");
 }
 
 __device__ __forceinline__ void tma_load3(u32 to, const TensorMap *map, i32 x, i32 y, i32 z,

@@ -18,24 +18,36 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   using W = Fp8Weights<V>;
   using S = Fp8Shared<V>;
   using Pipeline = PrefillPipeline<W, S>;
-  using Pipeline::have_scores, Pipeline::operands, Pipeline::issue_scores;
-  using Pipeline::release, Pipeline::wait_keys, Pipeline::wait_tile, Pipeline::tile;
-  using Pipeline::shared, Pipeline::v, Pipeline::number;
-  using typename Pipeline::Operands;
-  using W::kKeys, W::p, W::lane, W::weight, W::c, W::sum;
+  using Pipeline::issue_scores, Pipeline::release, Pipeline::wait_tile, Pipeline::tile;
+  using Pipeline::shared, Pipeline::k, Pipeline::v, Pipeline::number;
+  using W::kKeys, W::p, W::lane, W::s, W::weight, W::c, W::sum;
   static constexpr int kDim = V::kHeadDim;
 
   float o[S::kTurnedDim / 2], total[kDim / 2];
   float due[2];  // to the output of the weights that are packed
+  const u32 first_queries, first_keys, first_values;  // of descriptors
 
   __device__ __forceinline__ Fp8Compute(const AttentionParams &p, const PrefillParams &x,
                                         const S &shared, int warpgroup)
-      : Pipeline(p, x, shared, warpgroup) {}
+      : Pipeline(p, x, shared, warpgroup),
+        first_queries(low(shared.queries(0))),
+        first_keys(low(shared.keys(0))),
+        first_values(low(shared.operand(0))) {}
 
   // ---- barriers
 
+  // One address a buffer, and offsets in the instructions.
+  __device__ __forceinline__ void wait_keys() const {
+    mbarrier_wait<S::kKeyFullAt>(shared.address + 8 * k.slot, k.parity);
+  }
   __device__ __forceinline__ void wait_values() const {
-    mbarrier_wait(shared_address(&shared.rest().turned_full[v.slot]), v.parity);
+    mbarrier_wait<S::kTurnedFullAt>(shared.address + 8 * v.slot, v.parity);
+  }
+  // After the wait for the products that read them.
+  __device__ __forceinline__ void have_scores() {
+    pin(s);
+    if (lane == 0) mbarrier_arrive<S::kKeyEmptyAt>(shared.address + 8 * k.slot);
+    k.next();
   }
   __device__ __forceinline__ void leave_queries() {
     __syncwarp();  // all lanes have read the tile before this one
@@ -45,7 +57,7 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   // After the wait for the products that read them.
   __device__ __forceinline__ void have_output() {
     pin(o);
-    release(shared.rest().turned_empty[v.slot]);
+    if (lane == 0) mbarrier_arrive<S::kTurnedEmptyAt>(shared.address + 8 * v.slot);
     v.next();
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) total[i] = fmaf(o[i], due[i / 2 % 2], total[i]);
@@ -60,15 +72,23 @@ struct Fp8Compute : PrefillPipeline<Fp8Weights<V>, Fp8Shared<V>> {
   struct Descriptors {
     u64 queries, keys, values;
   };
+  // Only lower halves differ. Those of the first buffers are made once, and a step adds to them.
   // Pinned here: else they are made where they are used, after a wait.
   __device__ __forceinline__ Descriptors descriptors() const {
     static_assert(S::kPanelKeys == 128, "");
-    const Operands from = operands();
-    Descriptors made = {matrix_descriptor(from.queries, 16, 1024),
-                        matrix_descriptor(from.keys, 16, 1024),
-                        matrix_descriptor(from.values, 16, 1024)};
+    const u32 rows =
+        this->query_slot() * S::kQueryBytes + this->warpgroup * W::kWarpgroupRows * 128;
+    Descriptors made = {whole(first_queries + rows / 16),
+                        whole(first_keys + k.slot * (S::kKeyBytes / 16)),
+                        whole(first_values + v.slot * (S::kTurnedBytes / 16))};
     asm volatile("" : "+l"(made.queries), "+l"(made.keys), "+l"(made.values));
     return made;
+  }
+  __device__ __forceinline__ static u32 low(u32 address) {
+    return static_cast<u32>(matrix_descriptor(address, 16, 1024));
+  }
+  __device__ __forceinline__ static u64 whole(u32 low) {
+    return (matrix_descriptor(0, 16, 1024) >> 32 << 32) | low;
   }
 
   __device__ __forceinline__ void issue_output(u64 values) {

@@ -55,6 +55,12 @@ struct Fp8Shared : AlignedShared {
   static_assert(kKeyBytes % 1024 == 0 && kTurnedBytes % 1024 == 0, "");
   static_assert(sizeof(OrderScratch) <= kKeyStages * kKeyBytes, "");
 
+  // Barriers from the address of the first buffer on; 8 bytes a buffer.
+  static constexpr int kKeyFullAt = kRestAt + 8 * (kTiles + 2 * kQueryStages);
+  static constexpr int kKeyEmptyAt = kKeyFullAt + 8 * kKeyStages;
+  static constexpr int kTurnedFullAt = kKeyEmptyAt + 8 * (kKeyStages + 2 * kValueStages);
+  static constexpr int kTurnedEmptyAt = kTurnedFullAt + 8 * kTurnedStages;
+
   using AlignedShared::AlignedShared;
 
   __device__ __forceinline__ Rest &rest() const {

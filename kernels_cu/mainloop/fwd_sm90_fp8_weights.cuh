@@ -56,12 +56,6 @@ struct Fp8Weights : Fp8Scores<V> {
       }
       top[h] = max(low, high);
     }
-    // Rows are asked for before the vote is, whose outcome takes as long.
-    int row[2];
-#pragma unroll
-    for (int h = 0; h < 2; ++h) row[h] = max(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
-#pragma unroll
-    for (int h = 0; h < 2; ++h) row[h] = max(row[h], __shfl_xor_sync(0xffffffffu, row[h], 2));
     if (__any_sync(0xffffffffu, min(top[0], top[1]) < 0)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -72,11 +66,10 @@ struct Fp8Weights : Fp8Scores<V> {
           least = min(min(least, static_cast<u32>(bits(at))), static_cast<u32>(bits(at + 1)));
         }
         if (top[h] < 0) top[h] = static_cast<int>(least);
-        row[h] = __float_as_int(quad_max(__int_as_float(top[h])));
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) largest[h] = __int_as_float(row[h]) * scale;
+    for (int h = 0; h < 2; ++h) largest[h] = quad_max(__int_as_float(top[h])) * scale;
   }
   __device__ __forceinline__ int bits(int i) const { return __float_as_int(s[i]); }
 

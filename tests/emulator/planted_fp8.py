@@ -1,7 +1,5 @@
 """Bugs planted in the 8-bit Hopper prefill."""
 
-# ruff: noqa: E501  (a bug a line)
-
 from __future__ import annotations
 
 from cupyflash.testing import Case
@@ -26,13 +24,27 @@ _AGAIN = Case(lengths=((130, 30), (200, 0)), group_size=2, head_dim=128, causal=
 
 
 def _wait(barrier: str) -> str:
-    return rf"(mbarrier_wait\(shared_address\(&[\w.()]*{barrier}\[\w+\.slot\]\), \w+\.parity)( \^ 1)?\);"
+    return rf"mbarrier_wait<S::{barrier}>\([^;]*;"
 
 
 PLANTED_FP8 = [
     Planted("fp8: nothing", KERNEL, "", "", _TILES),
-    Planted("fp8: no wait for keys", KERNEL, _wait("key_full"), ";", _TILES),
-    Planted("fp8: no wait for transposed values", KERNEL, _wait("turned_full"), ";", _TILES),
+    Planted("fp8: no wait for keys", KERNEL, _wait("kKeyFullAt"), ";", _TILES),
+    Planted("fp8: no wait for transposed values", KERNEL, _wait("kTurnedFullAt"), ";", _TILES),
+    Planted(
+        "fp8: keys are given back in the place of values",
+        KERNEL,
+        r"mbarrier_arrive<S::kKeyEmptyAt>",
+        "mbarrier_arrive<S::kTurnedEmptyAt>",
+        _TILES,
+    ),
+    Planted(
+        "fp8: products read the keys of the first buffer",
+        KERNEL,
+        r"k\.slot \* \(S::kKeyBytes / 16\)",
+        "0",
+        _TILES.replace(causal=False),
+    ),
     Planted(
         "fp8: one transposing warp is enough",
         KERNEL,
@@ -71,8 +83,8 @@ PLANTED_FP8 = [
     Planted(
         "fp8: keys of P in plain order",
         KERNEL,
-        r"16 \* i \+ 8 \* \(j / 2\) \+ 2 \* \(j % 2\)",
-        "16 * i + 4 * j",
+        r"16 \* \(group / 4\) \+ 8 \* \(group % 4 / 2\) \+ 2 \* \(group % 2\)",
+        "16 * (group / 4) + 4 * (group % 4)",
         _TILES,
         switch=False,
     ),
@@ -103,6 +115,30 @@ PLANTED_FP8 = [
         r"quad_max\(__int_as_float\(top\[h\]\)\)",
         "__int_as_float(top[h])",
         _GROWING,
+    ),
+    Planted(
+        "fp8: no ones behind the values",
+        KERNEL,
+        r"= 0x38383838u;",
+        "= 0;",
+        _TILES,
+        wants_lse=False,
+    ),
+    Planted(
+        "fp8: the sum of the rounded weights is taken four times",
+        KERNEL,
+        r"V::kSumColumn \? 0\.25f \* sum\[h\] : sum\[h\]",
+        "sum[h]",
+        _TILES,
+        wants_lse=False,
+    ),
+    Planted(
+        "fp8: the sum of the rounded weights is not due what the output is",
+        KERNEL,
+        r"fmaf\(o\[kDim / 2 \+ 2 \* h\], due\[h\], sum\[h\]\)",
+        "o[kDim / 2 + 2 * h] + sum[h]",
+        _TILES,
+        wants_lse=False,
     ),
     Planted(
         "fp8: a lane's largest score is taken for the row's where there are masks",
