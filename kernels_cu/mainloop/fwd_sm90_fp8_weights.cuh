@@ -56,6 +56,15 @@ struct Fp8Weights : Fp8Scores<V> {
       }
       top[h] = max(low, high);
     }
+    // Of exact sums rows are asked for before the vote: only there it is faster.
+    constexpr bool kEarly = !V::kSumColumn;
+    int row[2] = {};
+    if constexpr (kEarly) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row[h] = max(top[h], __shfl_xor_sync(0xffffffffu, top[h], 1));
+#pragma unroll
+      for (int h = 0; h < 2; ++h) row[h] = max(row[h], __shfl_xor_sync(0xffffffffu, row[h], 2));
+    }
     if (__any_sync(0xffffffffu, min(top[0], top[1]) < 0)) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
@@ -66,10 +75,13 @@ struct Fp8Weights : Fp8Scores<V> {
           least = min(min(least, static_cast<u32>(bits(at))), static_cast<u32>(bits(at + 1)));
         }
         if (top[h] < 0) top[h] = static_cast<int>(least);
+        if (kEarly) row[h] = __float_as_int(quad_max(__int_as_float(top[h])));
       }
     }
 #pragma unroll
-    for (int h = 0; h < 2; ++h) largest[h] = quad_max(__int_as_float(top[h])) * scale;
+    for (int h = 0; h < 2; ++h) {
+      largest[h] = (kEarly ? __int_as_float(row[h]) : quad_max(__int_as_float(top[h]))) * scale;
+    }
   }
   __device__ __forceinline__ int bits(int i) const { return __float_as_int(s[i]); }
 
