@@ -18,7 +18,11 @@ from cupyflash.support import SUPPORT, Row
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-RUNS = ("2026-11-30-h200-a237cb3e", "2026-12-01-h200-12b5840d")
+RUNS = (
+    "2026-11-30-h200-a237cb3e",
+    "2026-12-01-h200-0d6578bc",
+    "2026-12-01-h200-1863ec06",
+)
 """Of docs/results/, each with a page and a benchmark; of a case the last that has it counts."""
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
