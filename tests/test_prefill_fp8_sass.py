@@ -6,9 +6,9 @@ import pytest
 from sass import disassembler, instructions, product_loops
 from sass_registers import Code
 
-from cupyflash.runtime.prefill_plan import prefill_variants
+from cupyflash.runtime.variants import every_variant
 
-VARIANTS = {variant.symbol: variant for variant in prefill_variants("sm_90")}
+VARIANTS = {variant.symbol: variant for variant in every_variant("sm_90")}
 
 
 def inner_loop(variant, keys):

@@ -23,7 +23,7 @@ from cupyflash.families import FAMILIES
 from cupyflash.runtime import cupy_device as devices
 from cupyflash.runtime.compile import native_arch
 from cupyflash.runtime.device import DeviceInfo
-from cupyflash.runtime.prefill_tile import prefill_fp8_cache_variants
+from cupyflash.runtime.prefill_tile import prefill_fp8_cache_variants, prefill_ones_variants
 from cupyflash.runtime.variants import all_variants
 from cupyflash.support import Need
 
@@ -213,7 +213,7 @@ def test_b89_what_is_chosen_has_kernels_and_a_plan(capability, head_dim, kv, opt
             resolve_need(need, capability)
         return
     version, known = resolve_need(need, capability), set(all_variants(native_arch(capability)))
-    known |= set(prefill_fp8_cache_variants())  # not compiled ahead
+    known |= {*prefill_fp8_cache_variants(), *prefill_ones_variants()}  # not compiled ahead
     for tokens, splits in product((1, 40), (0, 1, 8)):
         asked = replace(problem, max_seqlen_q=tokens, total_q=3 * tokens, num_splits=splits)
         plans = FAMILIES[version].plans(asked, info)

@@ -105,12 +105,13 @@ _TALL = Fp8Tile(64, 128, rows=192)
 _MOD_TILES = (Fp8Tile(64, 128), Fp8Tile(128, 128), Fp8Tile(256, 64, key_stages=2, columns=64))
 
 
-def fp8_variants(params_nbytes: int) -> Iterator[Variant]:
-    """All that the 8-bit Hopper prefill can be asked for."""
+def fp8_variants(params_nbytes: int, ones: bool = False) -> Iterator[Variant]:
+    """All that the 8-bit Hopper prefill can be asked for, with a column of ones or without."""
     for score_mod in (False, True):
         for tile in _MOD_TILES if score_mod else (*_TILES, _TALL):
-            for each in dict.fromkeys((tile, _without_lse(tile))):
-                yield each.variant(params_nbytes, score_mod)
+            found = _without_lse(tile) if ones else tile
+            if found.sum_column == ones:
+                yield found.variant(params_nbytes, score_mod)
 
 
 def fp8_tile(problem: AttentionProblem) -> Fp8Tile:

@@ -22,6 +22,7 @@ __all__ = [
     "PrefillTile",
     "has_score_mod",
     "prefill_fp8_cache_variants",
+    "prefill_ones_variants",
     "prefill_tile",
     "prefill_tiles",
     "prefill_variant",
@@ -171,6 +172,11 @@ def prefill_variants(arch: str) -> Iterator[Variant]:
 def prefill_fp8_cache_variants() -> Iterator[Variant]:
     """Those of 16-bit queries over 8-bit caches."""
     yield from widen_variants(PREFILL_PARAMS.nbytes)
+
+
+def prefill_ones_variants() -> Iterator[Variant]:
+    """Those of 8-bit queries without a log-sum-exp."""
+    yield from fp8_variants(FP8_PREFILL_PARAMS.nbytes, ones=True)
 
 
 def prefill_tile(problem: AttentionProblem) -> AnyTile:

@@ -10,7 +10,7 @@ from .decode_tile import decode_variants
 from .merge_plan import merge_variants
 from .mla_plan import mla_variants
 from .prefill_plan import prefill_variants
-from .prefill_tile import prefill_fp8_cache_variants
+from .prefill_tile import prefill_fp8_cache_variants, prefill_ones_variants
 from .prefix_search import prefix_variants
 from .quantize_plan import quantize_variants
 from .shared_tile import share_prefixes_variant, shared_fp8_variants, shared_variants
@@ -43,5 +43,5 @@ def every_variant(arch: str) -> tuple[Variant, ...]:
     more: Iterator[Variant] = iter(())
     if arch == "sm_90":
         more = chain(shared_fp8_variants(), prefill_fp8_cache_variants())
-        more = chain(more, (share_prefixes_variant(),))
+        more = chain(more, prefill_ones_variants(), (share_prefixes_variant(),))
     return (*all_variants(arch), *more)

@@ -115,6 +115,14 @@ PLANTED_FP8 = [
         r"quad_max\(__int_as_float\(top\[h\]\)\)",
         "__int_as_float(top[h])",
         _GROWING,
+        wants_lse=False,
+    ),
+    Planted(
+        "fp8: two lanes' largest score is taken for the row's, with exact sums",
+        KERNEL,
+        r"row\[h\] = max\(row\[h\], __shfl_xor_sync\(0xffffffffu, row\[h\], 2\)\);",
+        ";",
+        _GROWING,
     ),
     Planted(
         "fp8: no ones behind the values",
