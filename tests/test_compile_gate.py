@@ -10,6 +10,7 @@ import pytest
 from variants_cover import pairs, pairwise_cover
 
 from cupyflash.runtime.compile import compile_source, kernel_source
+from cupyflash.runtime.prefill_tile import prefill_ones_variants
 from cupyflash.runtime.variants import all_variants
 
 GATE = ["sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"]
@@ -29,6 +30,12 @@ def compiles_cleanly(variant):
 @pytest.mark.parametrize("arch", GATE)
 def test_a_pairwise_cover_compiles(arch):
     for variant in pairwise_cover(all_variants(arch)):
+        compiles_cleanly(variant)
+
+
+def test_prefills_with_a_column_of_ones_compile():
+    """They are not of `all_variants`, and what 8-bit calls have without a log-sum-exp."""
+    for variant in prefill_ones_variants():
         compiles_cleanly(variant)
 
 
